@@ -244,11 +244,10 @@ def replayed(run: Callable[[], object], times: int) -> float:
 def fp8_tiles() -> None:
     """Time tiles of the kernels of FP8 layers at 8B widths."""
     import torch
-
-    from rewrite.runtime.core.launch import processors
-    from rewrite.runtime.products import block_linear, block_rows, linear
-    from rewrite.runtime.products.blocks import Blocks
-    from rewrite.runtime.products.prologue import Prologue
+    from hf_rewrite_runtime.core.launch import processors
+    from hf_rewrite_runtime.products import block_linear, block_rows, linear
+    from hf_rewrite_runtime.products.blocks import Blocks
+    from hf_rewrite_runtime.products.prologue import Prologue
 
     device, copies = "cuda", 8
     for name, rows, cols, kind in (
@@ -314,11 +313,10 @@ def candidates(count: int, gated: bool) -> list[tuple[int, ...]]:
 def mxfp4_tiles() -> None:
     """Time tiles of the kernels of MXFP4 experts at gpt-oss-20b's widths."""
     import torch
-
-    from rewrite.runtime.moe import block_experts as be
-    from rewrite.runtime.moe import mxfp4_experts as mx
-    from rewrite.runtime.moe.form import ExpertsForm, gating
-    from rewrite.runtime.products.blocks import Blocks
+    from hf_rewrite_runtime.moe import block_experts as be
+    from hf_rewrite_runtime.moe import mxfp4_experts as mx
+    from hf_rewrite_runtime.moe.form import ExpertsForm, gating
+    from hf_rewrite_runtime.products.blocks import Blocks
 
     device, copies = "cuda", 4
     experts, hidden, size, top_k = 32, 2880, 2880, 4

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import torch
 import transformers  # the children are forks: they start with it loaded
+from hf_rewrite_runtime.cache.names import argument_of
 
 from rewrite.measure.runtime_part import runtime_part
-from rewrite.runtime.cache.names import argument_of
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(Path(__file__).parent))
@@ -238,7 +238,8 @@ def _line(error):
 
 def check(name, device, packages):
     """Run one class: the original's steps and the rewritten one's, with and without the experts' interface."""
-    from rewrite.runtime.cache.preallocated import PreallocatedCache
+    from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
+
     from rewrite.verify.models.workbench import randomise
 
     torch.set_num_threads(1)

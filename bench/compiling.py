@@ -27,9 +27,10 @@ KERNELS = (
 
 def launches(arch: str) -> list[Any]:
     """One launch of each kernel, as on a chip."""
+    from hf_rewrite_runtime.core import launch
+
     from rewrite.kernels.chips import CHIPS
     from rewrite.kernels.work import pretended
-    from rewrite.runtime.core import launch
 
     pretended(CHIPS[arch], launch)
     catalogue = importlib.import_module("rewrite.kernels.catalogue")

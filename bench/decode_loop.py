@@ -13,11 +13,10 @@ import statistics
 import time
 
 import torch
+from hf_rewrite_runtime.core.explain import explain
+from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.decode.graph_store import store_of
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from rewrite.runtime.core.explain import explain
-from rewrite.runtime.decode.generation import GraphGeneration
-from rewrite.runtime.decode.graph_store import store_of
 
 GraphGeneration.starts_plainly = False
 

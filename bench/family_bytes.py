@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hf_rewrite_runtime.cache.names import NAMES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rewrite.measure.limits import experts
-from rewrite.runtime.cache.names import NAMES
 
 CACHES = (*NAMES, "state")
 LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather")

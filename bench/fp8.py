@@ -24,8 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from hf_rewrite_runtime.cache.names import argument_of, given_back
+
 from rewrite.measure.runtime_part import runtime_part
-from rewrite.runtime.cache.names import argument_of, given_back
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {

@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hf_rewrite_runtime.core import capture, launch, tiles
+from hf_rewrite_runtime.products.skinny import HEIGHTS, Form
 from torch import Tensor
 
-from rewrite.runtime.core import capture, launch, tiles
-from rewrite.runtime.products.skinny import HEIGHTS, Form
 from rewrite.tuning.candidates import one_row
 
-linear = importlib.import_module("rewrite.runtime.products.one_row")
-skinny = importlib.import_module("rewrite.runtime.products.skinny")
+linear = importlib.import_module("hf_rewrite_runtime.products.one_row")
+skinny = importlib.import_module("hf_rewrite_runtime.products.skinny")
 
 PEAK = 3.35e12
 """Bytes a second of an H100 SXM, by its data sheet."""

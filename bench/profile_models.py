@@ -24,7 +24,6 @@ from rewrite.engine.build import build
 from rewrite.measure import categories
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
-from rewrite.package.targets import of_machine
 from rewrite.profile import advice, measure, tables
 from rewrite.profile.read import read
 from rewrite.profile.subject import Plan
@@ -70,7 +69,7 @@ def profiled(model: str, fields: dict[str, Any], device: str, names: set[str]) -
     """Rewrite a model, profile it, and print what came out."""
     with tempfile.TemporaryDirectory() as root:
         package, transforms, source = Path(root) / "measured", select(), resolve(model)
-        write(assemble(build(source, transforms), transforms, Options(target=of_machine()), package), package)
+        write(assemble(build(source, transforms), transforms, Options(), package), package)
         on_cpu = device == "cpu"
         fields = fields | ({"shape": "tiny", "layers": None, "tokens": 64} if on_cpu else {})
         plan = Plan(package, str(source.path), device=device, dtype="float32" if on_cpu else "bfloat16", **fields)

@@ -186,8 +186,9 @@ def shown(entry: Any) -> str:
 
 def ruled(row: dict[str, Any], processors: int) -> str:
     """The rule's entry of today for a row of the results."""
-    from rewrite.runtime.attention import decode_attention
-    from rewrite.runtime.core import tiles
+    from hf_rewrite_runtime.attention import decode_attention
+    from hf_rewrite_runtime.core import tiles
+
     from rewrite.tuning.steps import ROOM, ROUNDING
 
     kind, shape, *_ = row["name"].split()

@@ -27,7 +27,6 @@ from rewrite.commands.bench import FOR_TRAINING
 from rewrite.engine.build import build
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
-from rewrite.package.targets import of_machine
 from rewrite.transforms import select
 from rewrite.upstream.source import resolve
 
@@ -46,7 +45,7 @@ def package_of(model: str, folder: Path) -> Path:
     """Rewrite a model with everything that is for training."""
     source, transforms = resolve(model), select(also=FOR_TRAINING)
     package = folder / f"trained_{model}"
-    write(assemble(build(source, transforms), transforms, Options(target=of_machine()), package), package)
+    write(assemble(build(source, transforms), transforms, Options(), package), package)
     return package
 
 

@@ -60,6 +60,7 @@ COMMANDS = {
     "profile": "Show where the time of a step goes, before and after.",
     "sweep": "Rewrite and verify every modeling file of a transformers.",
     "sync": "Make packages anew and merge your edits.",
+    "vendor": "Copy the runtime beside a package.",
     "transforms": "List the transforms.",
     "tune": "Find the fastest tiles of a package for this GPU.",
     "undo": "Put a package back to its generated text.",

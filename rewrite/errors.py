@@ -351,24 +351,6 @@ class OutputNotOurs(UsageError):
         super().__init__(f"{shortened(path)} {why}: choose another {option}{force}.")
 
 
-class SharedRuntimeNotUsable(UsageError):
-    """The folder of a runtime that packages share is not there, or cannot be one."""
-
-    def __init__(self, folder: object, why: str):
-        super().__init__(f"cannot share the runtime {shortened(folder)}: {why}. --runtime DIR names another.")
-
-
-class SharedRuntimeMoves(UsageError):
-    """A runtime that several packages share would become one of another version for one of them alone."""
-
-    def __init__(self, folder: object, others: Sequence[object]):
-        names = " ".join(str(other) for other in others)
-        super().__init__(
-            f"the runtime {shortened(folder)} was made by another version of hf-rewrite, and other packages run with "
-            f"it: rewrite sync {names}, which makes both anew, goes first."
-        )
-
-
 class OutputOfAnotherModel(OutputNotOurs):
     """The output folder holds a package of another model than the one that is to be rewritten."""
 

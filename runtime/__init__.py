@@ -1,1 +1,3 @@
-"""What rewritten modeling files import: operators, packing and backends."""
+"""What rewritten modeling files import: operators, packing, caches and the decode loop."""
+
+__version__ = "0.1.0"

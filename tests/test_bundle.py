@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from rewrite.operators import offers
-from rewrite.package import bundle, parts, runtime_files
 from rewrite.package.closure import Closure, closure
 from rewrite.package.features import FEATURES, FORMS, MARKS, forms_of, left_out, needed_by
 from rewrite.package.parts import NotFollowed, Own
 from rewrite.package.targets import TARGETS
+
+from rewrite.operators import offers
+from rewrite.package import bundle, parts, runtime_files
 from rewrite.sync.edits import problems_of
 
 

@@ -7,12 +7,12 @@ import types
 from pathlib import Path
 
 import pytest
+from hf_rewrite_runtime.core import explain, place, target
 from torch import nn
 
 from rewrite.engine.decode_loops import with_loops
 from rewrite.engine.passes import rewrite_text
 from rewrite.package.lock import Lock, Options, Origin, read_lock
-from rewrite.runtime.core import explain, place, target
 from rewrite.sync import review
 from rewrite.transform import Rewritten, SkippedSite, TransformReport
 from rewrite.transforms import all_transforms

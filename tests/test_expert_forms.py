@@ -8,13 +8,13 @@ import libcst as cst
 import pytest
 import torch
 import torch.nn.functional as F
+from hf_rewrite_runtime.moe.form import ExpertsForm, gated, gating
 from torch import nn
 
 from rewrite.analysis.moe.every_expert import every_expert, every_form
 from rewrite.analysis.moe.mixture import form_of
 from rewrite.analysis.syntax.module import Module
 from rewrite.analysis.terms.computation import NotComputable
-from rewrite.runtime.moe.form import ExpertsForm, gated, gating
 
 EXPERTS = """
 import torch

@@ -52,10 +52,10 @@ sys.meta_path.insert(0, Watch())
 importlib.import_module(FILE)
 print("\\n".join(sorted(set(changes))))
 '''
-FILES = [f"rewrite.runtime.{file.replace('/', '.')}" for file in operators.files() if not file.endswith("__init__")]
+FILES = [f"hf_rewrite_runtime.{file.replace('/', '.')}" for file in operators.files() if not file.endswith("__init__")]
 
 
-def changes(module: str, prefix: str = "rewrite.runtime.", path: Path | None = None) -> list[str]:
+def changes(module: str, prefix: str = "hf_rewrite_runtime.", path: Path | None = None) -> list[str]:
     code = f"import sys; sys.path[:0] = {[str(path)] if path else []}\nPREFIX, FILE = {prefix!r}, {module!r}\n{WATCH}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -6,7 +6,6 @@ import ast
 from pathlib import Path
 
 import pytest
-
 from rewrite.package.kept_states import may_keep_states
 
 transformers = pytest.importorskip("transformers")

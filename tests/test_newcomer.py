@@ -27,8 +27,8 @@ import sys
 sys.path.insert(0, "tests")
 import torch
 from tolerances import assert_as_exact_as
-from rewrite.runtime.attention import norm_rotary
-from rewrite.runtime.core import backend
+from hf_rewrite_runtime.attention import norm_rotary
+from hf_rewrite_runtime.core import backend
 
 def inputs(dtype):
     torch.manual_seed(0)

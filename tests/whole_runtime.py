@@ -8,9 +8,10 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from rewrite.package import parts, runtime_files
 from rewrite.package.closure import closure
 from rewrite.package.parts import Own
+
+from rewrite.package import parts, runtime_files
 
 
 @cache

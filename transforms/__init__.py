@@ -50,7 +50,6 @@ def select(
     skip: tuple[str, ...] = (),
     also: tuple[str, ...] = (),
     place: Path | None = None,
-    beside: Collection[str] = (),
 ) -> list[Transform]:
     """Return the transforms to run: `only` (default: all but the ones on request) and `also`, less `skip`.
 
@@ -59,7 +58,6 @@ def select(
         skip: names.
         also: names.
         place: where the user's own are looked for.
-        beside: what may stand among the names of `also` and is no transform, for who mistypes it.
 
     Raises:
         UnknownTransform: if a name belongs to no transform.
@@ -68,6 +66,6 @@ def select(
     there = {transform.name: transform for transform in available(place)}
     for name in (*only, *skip, *also):
         if name not in there:
-            raise UnknownTransform(name, [*there, *(() if name in skip else beside)])
+            raise UnknownTransform(name, [*there])
     chosen = only or tuple(name for name, transform in there.items() if not transform.on_request)
     return [there[name] for name in there if name in (*chosen, *also) and name not in skip]

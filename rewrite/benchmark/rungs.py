@@ -16,7 +16,6 @@ from rewrite.engine.build import build
 from rewrite.errors import NothingToRewrite
 from rewrite.package.assemble import Package, assemble
 from rewrite.package.lock import Options
-from rewrite.package.targets import of_machine
 from rewrite.show.step import Step
 from rewrite.transform import Stage, Transform
 from rewrite.upstream.source import Source
@@ -50,7 +49,7 @@ def prepare(
         names = tuple(t.name for t in below)
         package = folder / f"rung_{len(rungs) + 1:02}"
         shutil.rmtree(package, ignore_errors=True)
-        write(assemble(built, below, Options(only=names, target=of_machine()), package), package)
+        write(assemble(built, below, Options(only=names), package), package)
         entry = {"package": package.name, "transforms": names, "sites": len(report.rewritten)}
         rungs.append({"name": f"+ {transform.name}", "summary": transform.summary, **entry})
     if not rungs:

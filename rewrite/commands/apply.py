@@ -18,31 +18,21 @@ from rewrite.commands.options import (
     bisect_option,
     complete_models,
     complete_transforms,
-    complete_wanted,
     diff_option,
-    features_of,
     is_typed,
     reporting_options,
-    runtime_option,
     transformers_option,
     verification_options,
 )
-from rewrite.package import features, targets
-from rewrite.package.features import FEATURES
-from rewrite.package.targets import TARGETS
 
 if TYPE_CHECKING:
     from rewrite.deliver.beside import Judge
     from rewrite.deliver.verification import Request
-    from rewrite.engine.build import Build
     from rewrite.package.output import Output
     from rewrite.show.console import Screen
     from rewrite.transform import Transform
     from rewrite.upstream.installed import Installed
     from rewrite.upstream.source import Source
-
-
-WANTED = " or ".join(features.ON_REQUEST)
 
 
 @dataclass(frozen=True)
@@ -55,12 +45,7 @@ class Job:
     only: tuple[str, ...]
     skip: tuple[str, ...]
     also: tuple[str, ...]
-    """Transforms that run on request, less what `wanted` has."""
-    target: str | None
-    wanted: tuple[str, ...]
-    """What the runtime is to have, keys of `features.FEATURES`."""
-    unwanted: tuple[str, ...]
-    """What it is not to have."""
+    """Transforms that run on request."""
     verify: bool
     dry_run: bool
     diff_style: str
@@ -71,8 +56,6 @@ class Job:
     """Which transformers, as the user named it; None is the installed one."""
     request: Request
     json_path: Path | None
-    runtime: Path | None = None
-    """The folder of a runtime to share with other packages."""
     quiet: bool = False
     bisect: bool = True
     judge: Judge | None = None
@@ -101,26 +84,12 @@ class Job:
     "--with",
     "also",
     multiple=True,
-    metavar="NAME",
-    shell_complete=complete_wanted,
-    help=f"Run this transform too, which runs on request only, or have {WANTED} in the runtime; repeatable.",
+    metavar="TRANSFORM",
+    shell_complete=complete_transforms,
+    help="Run this too, which runs on request only; repeatable.",
 )
 @transformers_option("Take the model from there, not from what is installed")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the Hub.")
-@click.option(
-    "--target",
-    type=click.Choice(TARGETS),
-    help="GPUs that the runtime is for: rocm adds AMD's aiter and settings to what cuda has. Default: this machine's.",
-)
-@click.option(
-    "--without",
-    multiple=True,
-    metavar="NAME",
-    type=click.Choice(tuple(FEATURES)),
-    help=f"Leave {' or '.join(sorted(FEATURES))} out of the runtime; repeatable. A package keeps its choice until "
-    "told. docs/size.md has sizes.",
-)
-@runtime_option
 @click.option("--verify/--no-verify", default=True, help="Without: write and run nothing; works without torch.")
 @click.option("--dry-run", is_flag=True, help="Write nothing; in a pipe, print a patch that git applies.")
 @diff_option(None, "Show the changes instead of their statistics.")
@@ -145,7 +114,6 @@ def _job(
     model: str,
     out: Path | None,
     also: tuple[str, ...],
-    without: tuple[str, ...],
     verify: bool,
     dry_run: bool,
     diff_style: str | None,
@@ -174,13 +142,10 @@ def _job(
         diff_style = "none"
     elif diff_style is None:
         diff_style = "unified" if dry_run and not sys.stdout.isatty() else "stat"
-    transforms, wanted, unwanted = features_of(also, without)
     return Job(
         model=model,
         out=out,
-        also=transforms,
-        wanted=wanted,
-        unwanted=unwanted,
+        also=also,
         verify=verify and not dry_run,
         dry_run=dry_run,
         diff_style=diff_style,
@@ -216,7 +181,7 @@ def _with(library: Installed | None, job: Job, screen: Screen) -> int:
     from rewrite.upstream import verifiable
     from rewrite.upstream.source import resolve, weights_fit
 
-    transforms = select(job.only, job.skip, job.also, job.out, FEATURES if job.also else ())
+    transforms = select(job.only, job.skip, job.also, job.out)
     with screen.working(f"finding {job.model}"):
         source = resolve(job.model, job.trust_remote_code, job.revision, library)
     if job.verify:
@@ -235,10 +200,9 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
     from rewrite.deliver import report, summary
     from rewrite.deliver.delivery import Delivery, deliver
     from rewrite.engine.build import build
-    from rewrite.package import original, output
+    from rewrite.package import original
     from rewrite.package.assemble import assemble
     from rewrite.package.lock import Options
-    from rewrite.package.targets import of_machine
 
     summary.show_source(screen, source)
     with screen.working(f"rewriting {source.path.name}"):
@@ -251,10 +215,8 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
         screen.line("next", f"rewrite {job.model} --out {_folder_for(source)}")
         report.write(job.json_path, "apply", report.of_build(built))
         return 0
-    without = _without(job, screen, built, place)
-    options = Options(job.only, job.skip, job.also, job.target or of_machine(), _runtime(job, place), without)
-    package = assemble(built, transforms, options, place.folder)
-    output.check_shared(place.shown, package)
+    vendored = place.previous is not None and place.previous.options.vendored
+    package = assemble(built, transforms, Options(job.only, job.skip, job.also, vendored), place.folder)
     delivery = Delivery(
         job.verify,
         job.request,
@@ -265,33 +227,6 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
         bisect=job.bisect,
     )
     return deliver(delivery, screen, built, package, place)
-
-
-def _without(job: Job, screen: Screen, built: Build, place: Output) -> tuple[str, ...]:
-    """Return what the runtime does not have: what nobody asked for and nothing shows to be needed; say the latter."""
-    from rewrite.upstream.checkpoint import read_config
-
-    source = built.source
-    folder = source.checkpoint or job.request.weights
-    config = {} if folder is None else read_config(folder)
-    needed = features.needed_for(config, source.model_type or "", targets.cards(), built.rewritten.text)
-    before = None if place.previous is None else place.previous.options.without
-    for name, why in needed.items():
-        if name not in (*job.wanted, *job.unwanted):
-            screen.line("runtime", f"with {name}: {why}")
-    return features.without(before, (*job.wanted, *needed), job.unwanted)
-
-
-def _runtime(job: Job, place: Output) -> str | None:
-    """Return the way to the runtime that the package shares: the one asked for, else that of the package before."""
-    from rewrite.package import shared
-
-    if job.runtime is not None:
-        return shared.way_to(place.folder, job.runtime)
-    if place.previous is None or (folder := shared.of(place.folder, place.previous)) is None:
-        return None
-    shared.read(folder)
-    return place.previous.options.runtime
 
 
 def _folder_for(source: Source) -> str:

@@ -301,29 +301,18 @@ def _package(screen: Screen, target: str, options: Mapping[str, Any]) -> Iterato
     from rewrite.benchmark.rungs import write
     from rewrite.engine.build import build
     from rewrite.package.assemble import assemble
-    from rewrite.package.features import needed_by, without
-    from rewrite.package.lock import Options, read_lock
-    from rewrite.package.targets import of_machine
+    from rewrite.package.lock import Options
     from rewrite.transforms import select
 
     source = _source(target, options)
-    wanted = {name for name, asked in (("training", options.get("train")), ("ranks", options.get("tp"))) if asked}
     if _is_package(target):
-        lacking = wanted.intersection(read_lock(Path(target)).options.without)
-        if "ranks" in lacking:
-            raise click.UsageError(f"{target} was made without ranks: rewrite sync {target} --with ranks")
-        if lacking:
-            screen.warn(
-                f"{target} was made without training, its gradients are torch's (rewrite sync … --with training)"
-            )
         yield Target(Path(target), source)
         return
     transforms = select(also=FOR_TRAINING if options.get("train") else ())
     built = build(source, transforms)
-    chosen = Options(target=of_machine(), without=without(None, {*wanted, *needed_by(built.rewritten.text)}, ()))
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "measured"
-        write(assemble(built, transforms, chosen, package), package)
+        write(assemble(built, transforms, Options(), package), package)
         yield Target(package, source)
 
 

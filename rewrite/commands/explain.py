@@ -1,4 +1,4 @@
-"""`rewrite explain NAME`: a transform, from its class, what a runtime may have, or a reason that a package counts."""
+"""`rewrite explain NAME`: a transform, from its class, or a reason that a package counts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,7 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import Command, complete_wanted, reporting_options
-from rewrite.package import features
-
-FEATURE = """\
-## {name}
-
-Part of a package's runtime, {when}: {what}.
-
-- new package: `rewrite MODEL --out DIR --with {name}`, or `--without {name}`
-- one that is there: `rewrite sync DIR --with {name}`, or `--without {name}`; it keeps its choice until told
-- how many lines it is: docs/size.md
-"""
+from rewrite.commands.options import Command, complete_transforms, reporting_options
 
 REASON = """\
 ## {name}
@@ -29,14 +18,12 @@ Why something ran in torch's operators, or in transformers' own code, as `explai
 
 
 @click.command(cls=Command, short_help="Explain a transform.", examples=("rewrite explain fuse_qkv",))
-@click.argument("transform", shell_complete=complete_wanted, metavar="NAME")
+@click.argument("transform", shell_complete=complete_transforms, metavar="NAME")
 @reporting_options
 def explain(transform: str, json_path: Path | None, quiet: bool) -> int:
     """Say what the transform NAME does, why, what it needs, and when it leaves a place alone.
 
-    NAME may also be a part of the runtime that a package can do without: attention, chains, eager, formats, fp8_cache,
-    inputs, ragged, ranks, speculation, training, upload; or a reason that explain(model) names, step_differs. With
-    --quiet in one line.
+    NAME may also be a reason that explain(model) names, step_differs. With --quiet in one line.
     """
     from rich.markdown import Markdown
 
@@ -47,18 +34,14 @@ def explain(transform: str, json_path: Path | None, quiet: bool) -> int:
     from rewrite.show.console import Screen
     from rewrite.transforms import select
 
-    if transform in features.FEATURES:
-        what = features.FEATURES[transform][1]
-        when = "on request" if transform in features.ON_REQUEST else "which can be left out"
-        text, data = FEATURE.format(name=transform, when=when, what=what), {"name": transform, "summary": what}
-    elif said := reasons().get(transform):
+    if said := reasons().get(transform):
         rooms = "\n".join(f"- `{room}`: {why}" for room, why in said.items())
         text, data = (
             REASON.format(name=transform, rooms=rooms),
             {"name": transform, "summary": "; ".join(said.values())},
         )
     else:
-        found = select(only=(transform,), beside=tuple(features.FEATURES))[0]
+        found = select(only=(transform,))[0]
         text, data = section(found), {"name": found.name, **described(found)}
     screen = Screen(json=json_path, quiet=quiet)
     if quiet:

@@ -22,31 +22,41 @@ from rewrite.commands.options import FOLDER, Command, reporting_options, transfo
 @click.option(
     "--checkpoint", type=FOLDER, metavar="DIR", help="Take config.json from here and name the classes in it."
 )
+@click.option("--vendor", "vendored", is_flag=True, help="Take the runtime along, for who cannot install it.")
 @transformers_option("Name the classes for that one's Auto classes, not for the installed one's")
 @reporting_options
 def export(
-    folder: Path, out: Path, checkpoint: Path | None, asked: str | None, json_path: Path | None, quiet: bool
+    folder: Path,
+    out: Path,
+    checkpoint: Path | None,
+    vendored: bool,
+    asked: str | None,
+    json_path: Path | None,
+    quiet: bool,
 ) -> int:
-    """Write the package DIR as flat files to OUT, to be uploaded beside a checkpoint's weights.
+    """Write the modeling file of the package DIR to OUT, to be uploaded beside a checkpoint's weights.
 
-    At the other end `from_pretrained(..., trust_remote_code=True)` builds the rewritten classes; neither this tool nor
-    the package needs to be there. With --checkpoint, OUT gets its config.json with an `auto_map` that names them; OUT
+    At the other end `from_pretrained(..., trust_remote_code=True)` builds the rewritten classes; hf-rewrite-runtime
+    has to be installed there, or goes along with --vendor. With --checkpoint, OUT gets its config.json with an `auto_map` that names them; OUT
     may be the checkpoint's own folder, where nothing else is changed.
     """
     from rewrite.deliver import report
-    from rewrite.package import hub
+    from rewrite.package import hub, vendor
     from rewrite.package.lock import read_lock
     from rewrite.show.console import Screen
     from rewrite.upstream import release
 
     lock = read_lock(folder)
     with release.library(asked) as library:
-        made = hub.export(folder, lock, checkpoint, library)
+        made = hub.export(folder, lock, checkpoint, library, vendored)
     gone = hub.write(out, made, checkpoint)
     screen = Screen(json=json_path, quiet=quiet)
     runtime = sum(1 for name in made.files if name.startswith("rewrite_"))
-    config = ", config.json" if checkpoint is not None else ""
-    screen.line("written", f"{out}/{{{lock.modeling}, {runtime} files rewrite_*.py{config}}}")
+    names = [lock.modeling, *([f"{runtime} files rewrite_*.py"] if runtime else [])]
+    names += ["config.json"] if checkpoint is not None else []
+    screen.line("written", f"{out}/{names[0]}" if len(names) == 1 else f"{out}/{{{', '.join(names)}}}")
+    if not runtime:
+        screen.line("needs", f"pip install hf-rewrite-runtime~={vendor.runtime()[0]} (or --vendor)")
     if gone:
         screen.line("", f"taken out, of an earlier export: {', '.join(gone)}")
     data = {"out": str(out), "files": sorted(made.files), "removed": list(gone), "auto_map": dict(made.auto_map)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,7 +10,6 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from rewrite.package.features import FEATURES
 from rewrite.show.diff import STYLES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -69,34 +68,9 @@ def complete_transforms(ctx: click.Context, param: click.Parameter, incomplete: 
     return [CompletionItem(transform.name, help=transform.summary) for transform in found]
 
 
-def complete_wanted(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return what `--with` takes: transforms, and what a runtime may have."""
-    features = [CompletionItem(name, help=what) for name, (_, what) in FEATURES.items() if name.startswith(incomplete)]
-    return [*features, *complete_transforms(ctx, param, incomplete)]
-
-
 def is_typed(option: str) -> bool:
     """Return whether an option stands on the command line."""
     return click.get_current_context().get_parameter_source(option) is ParameterSource.COMMANDLINE
-
-
-def features_of(
-    also: Collection[str], without: Collection[str]
-) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the transforms that `--with` names, what it wants of the runtime, and what `--without` does not want.
-
-    What is typed goes before what a file says.
-
-    Raises:
-        click.UsageError: if one thing is wanted and not wanted.
-    """
-    wanted, unwanted = {*also} & {*FEATURES}, {*without}
-    if both := sorted(wanted & unwanted):
-        if is_typed("also") == is_typed("without"):
-            raise click.UsageError(f"--with {both[0]} and --without {both[0]}: which of them?")
-        (unwanted if is_typed("also") else wanted).difference_update(both)
-    transforms = tuple(name for name in also if name not in FEATURES)
-    return transforms, tuple(sorted(wanted)), tuple(sorted(unwanted))
 
 
 def diff_option(default: str | None, help_text: str) -> Callable[[Function], Function]:
@@ -132,12 +106,6 @@ def transformers_option(help_text: str) -> Callable[[Function], Function]:
     """Return the option `--transformers`, which `rewrite.upstream.release.library` resolves."""
     text = f"{help_text}: a version, a wheel, a folder, or `project`."
     return click.option("--transformers", "asked", metavar="VERSION|PATH", help=text)
-
-
-def runtime_option(function: Function) -> Function:
-    """Add the option `--runtime`."""
-    help_text = "Share the runtime in this folder with other packages; the package's own runtime/ ends that."
-    return click.option("--runtime", type=FOLDER, metavar="DIR", help=help_text)(function)
 
 
 def bisect_option(function: Function) -> Function:

@@ -13,14 +13,11 @@ from rewrite.commands.options import (
     Command,
     bisect_option,
     diff_option,
-    features_of,
     is_typed,
     reporting_options,
-    runtime_option,
     transformers_option,
     verification_options,
 )
-from rewrite.package.features import FEATURES
 
 if TYPE_CHECKING:
     from rewrite.show.console import Screen
@@ -45,9 +42,6 @@ VIEWS = click.Choice(["upstream", "rewritten", "edits"])
 @click.option("--verify/--no-verify", default=False, help="Run parity too before the package is put in place.")
 @diff_option("stat", "How to show what changes in your modeling file.")
 @verification_options
-@runtime_option
-@click.option("--with", "also", multiple=True, metavar="NAME", help=f"Have {', '.join(sorted(FEATURES))} in the runtime from now on; repeatable.")  # fmt: skip  # noqa: E501
-@click.option("--without", multiple=True, metavar="NAME", type=click.Choice(tuple(FEATURES)), help="Have this in the runtime no longer; repeatable.")  # fmt: skip  # noqa: E501
 @click.option("--original", "given", type=FILE, metavar="FILE", help="Where the original is.")
 @click.option("--exit-non-zero-on-change", is_flag=True, help="Exit with 1 where something was written; for hooks.")
 @bisect_option
@@ -55,8 +49,6 @@ VIEWS = click.Choice(["upstream", "rewritten", "edits"])
 def sync(
     folders: tuple[Path, ...],
     asked: str | None,
-    also: tuple[str, ...],
-    without: tuple[str, ...],
     resolved: tuple[Path, ...],
     given: Path | None,
     exit_non_zero_on_change: bool,
@@ -72,32 +64,24 @@ def sync(
     """
     from rewrite.package import find
     from rewrite.show.console import Screen
-    from rewrite.sync import partners
     from rewrite.upstream import release
 
     if given and len(folders) != 1:
         raise click.UsageError("--original is for one DIR")
-    transforms, options["wanted"], options["unwanted"] = features_of(also, without)
-    if transforms and is_typed("also"):  # [tool.rewrite] may name some, for packages to come
-        raise click.UsageError(f"--with {transforms[0]}: transforms are those of the lock (rewrite MODEL --out DIR --with {transforms[0]})")  # fmt: skip  # noqa: E501
     patch = options["diff_style"] == "unified" or bool(options["views"])
     if quiet and not is_typed("diff_style"):
         options["diff_style"] = "none"
     screen = Screen(patch=patch, json=json_path, quiet=quiet)
-    asked_for = list(folders or find.packages(Path()))
-    moving = [place for place in partners.moving(asked_for) if place not in asked_for]
-    places = [*asked_for, *moving]
-    by_folder = _by_folder(resolved, asked_for)
+    places = list(folders or find.packages(Path()))
+    by_folder = _by_folder(resolved, places)
     with release.library(asked) as library:
-        wish = _wish(library=library, given=given, together=[place.resolve() for place in places], **options)
-        wishes = {place: replace(wish, resolved=by_folder.get(place, {})) for place in places}
-        stopped = partners.trial(wishes, screen) if not wish.dry_run else {}
+        wish = _wish(library=library, given=given, **options)
         results = {}
         for number, folder in enumerate(places, 1):
             if len(places) > 1:
-                why = ", which shares its runtime with them" if folder in moving else ""
-                screen.line("package", f"{folder} ({number} of {len(places)}){why}", "bold")
-            results[str(folder)] = _one(screen, folder, wishes[folder], stopped.get(folder), alone=len(places) == 1)
+                screen.line("package", f"{folder} ({number} of {len(places)})", "bold")
+            own = replace(wish, resolved=by_folder.get(folder, {}))
+            results[str(folder)] = _one(screen, folder, own, alone=len(places) == 1)
     return _end(results, json_path, exit_non_zero_on_change)
 
 
@@ -110,17 +94,11 @@ def _wish(
     return Wish(request=Request(device, dtype, weights, seed=seed, quick=quick), **options)
 
 
-def _one(screen: Screen, folder: Path, wish: Wish, stopped_by: Path | None, alone: bool) -> Result:
-    """Sync one package; where there are several, an error of one is said and the others go on.
-
-    What `stopped_by` another package, which shares its runtime and cannot be made anew, is left as it is.
-    """
+def _one(screen: Screen, folder: Path, wish: Wish, alone: bool) -> Result:
+    """Sync one package; where there are several, an error of one is said and the others go on."""
     from rewrite.errors import RewriteError
     from rewrite.sync import upgrade
 
-    if stopped_by is not None and stopped_by != folder:
-        screen.problem("written", f"nothing: {stopped_by}, which shares its runtime, cannot be made anew yet")
-        return upgrade.Result(1)
     if alone:
         return upgrade.sync(folder, wish, screen)
     try:

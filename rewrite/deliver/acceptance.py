@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rewrite.errors import AcceptanceNotReadable
-from rewrite.package import kept, shared, syntax
+from rewrite.package import kept, syntax
 from rewrite.package.assemble import INIT
 from rewrite.package.lock import Lock
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from rewrite.verify import Verdict
 
 NAME = "accepted.json"
-RUNTIME = "runtime"
-"""Stands for a runtime that is shared with other packages, among the files."""
 MOST_GROWTH = 2.0
 """By how much an accepted error may grow: another upstream and other roundings change it by tenths, a second change of
 the model that hides behind the first is not of the same size."""
@@ -133,8 +131,6 @@ def generated(folder: Path, lock: Lock) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="rewrite-") as place:
         copy = Path(place) / folder.resolve().name
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        for name, data in shared.rooms(folder, lock).items():
-            (copy / name).write_bytes(data)
         for name in (lock.modeling, INIT):
             if (text := kept.text(folder, name)) is not None:
                 (copy / name).write_bytes(text)
@@ -143,9 +139,7 @@ def generated(folder: Path, lock: Lock) -> Iterator[Path]:
 
 def _digests(folder: Path, lock: Lock) -> dict[str, str]:
     names = [name for name in lock.files if not name.startswith(".") and (folder / name).is_file()]
-    found = syntax.digests({name: (folder / name).read_bytes() for name in names})
-    runtime = shared.state(folder, lock)
-    return found if runtime is None else {**found, RUNTIME: runtime}
+    return syntax.digests({name: (folder / name).read_bytes() for name in names})
 
 
 def _number(value: object) -> float:

@@ -21,7 +21,6 @@ from rewrite.engine.build import build
 from rewrite.errors import NothingToRewrite
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
-from rewrite.package.targets import of_machine
 from rewrite.show.progress import duration
 from rewrite.show.step import Step
 from rewrite.transform import Transform
@@ -172,7 +171,7 @@ class _Search:
             return ()
         with tempfile.TemporaryDirectory(prefix="rewrite-") as place:
             folder = Path(place) / "package"
-            options = Options(only=tuple(names), target=of_machine())
+            options = Options(only=tuple(names))
             write(assemble(built, chosen, options, folder), folder)
             verdict = self.judge(self.source.path, folder, replace(self.request, checks=checks), lambda message: None)
         return tuple(dict.fromkeys(check.name for gate in verdict.gates for check in gate.failures))

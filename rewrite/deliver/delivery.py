@@ -48,10 +48,9 @@ def deliver(delivery: Delivery, screen: Screen, built: Build, package: Package, 
     if not delivery.force:
         output.check_sites(place, package.lock)
     with output.stage(place, package) as staged:
-        precheck.check_text(staged.folder, [*package.lock.files, *package.rooms])
+        precheck.check_text(staged.folder, package.lock.files)
         verdict, note = _verified(delivery, screen, built, staged)
-        data = {**report.of_build(built), "without": list(package.lock.options.without)}
-        data = {**data, "verify": verdict.to_json() if verdict else None}
+        data = {**report.of_build(built), "verify": verdict.to_json() if verdict else None}
         if verdict is not None and not verdict.passed and not _accepted(delivery, screen, built, staged, verdict):
             summary.show_failures(screen, verdict)
             found = _at_fault(delivery, screen, built, package, place, verdict) if delivery.bisect else None

@@ -6,7 +6,6 @@ import keyword
 import re
 import shlex
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ from rewrite.deliver import verification
 from rewrite.deliver.bisection import MOST_SECONDS
 from rewrite.deliver.headline import headline
 from rewrite.engine.decode_loops import YES
-from rewrite.package import features, shared
 from rewrite.transform import COMMON_REASONS, Stage
 
 if TYPE_CHECKING:
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from rewrite.engine.build import Build
     from rewrite.package.assemble import Package
     from rewrite.package.output import Output
-    from rewrite.package.shared import Shared
     from rewrite.show.console import Screen
     from rewrite.transform import Rewritten, SkippedSite, Transform
     from rewrite.upstream.source import Source
@@ -41,8 +38,6 @@ MOST_LEFT_OUT = 6
 """Reasons that are said; the lock and a report have all."""
 LIBRARIES = frozenset({"torch", "transformers", "triton", "numpy", "safetensors", "accelerate", "peft", "rewrite"})
 """What a package or its users import."""
-SHARED_NAME = "rewrite_runtime"
-"""How a shared runtime is called in what is proposed."""
 LONGEST_PLACE = 40
 """Characters of a place that are shown."""
 
@@ -83,21 +78,13 @@ def show_written(
     screen.line("written", f"{place.shown}/{{{', '.join(shown)}}}")
     if place.backup is not None:
         screen.line("", f"what was there before is in {place.shown.with_name(place.backup.name)}")
-    if package.shared is not None:
-        screen.line("runtime", _shared(package.shared))
-    if absent := [name for name in features.ON_REQUEST if name in package.lock.options.without]:
-        label = "runtime" if package.shared is None else ""
-        for line in textwrap.wrap(f"without {', '.join(absent)}: --with NAME", NARROW):
-            screen.line(label, line)
-            label = ""
+    screen.line("needs", f"hf-rewrite-runtime {package.lock.runtime.version}")
     main = headline(build.source, build.rewritten.decode_loops)
     screen.line("verify", _verified(verdict, main) if verdict is not None else note)
     if verdict is None:
         screen.line("next", f"rewrite verify {_word(place.shown.as_posix())}")
     elif main and not unimportable(place.folder.name):
         screen.line("next", f"from {place.folder.name} import {main}")
-    if package.shared is None and (command := sharing(place)):
-        screen.line("share", f"one runtime for the packages here: {command}")
     if warning := unimportable(place.folder.name):
         screen.warn(warning)
 
@@ -113,35 +100,8 @@ def unimportable(name: str) -> str:
     return f"'{name}' cannot stand in an import statement; --out {hint} could"
 
 
-def sharing(place: Output) -> str:
-    """Return the command that lets a package share the runtime of those beside it, "" where none is there.
-
-    With a runtime that some share already the new one joins them.
-    """
-    packages, runtimes = shared.beside(place.folder)
-    if not packages:
-        return ""
-    folder = place.shown.parent
-    if runtimes:
-        names, runtime = [place.shown.name], shared.shown(runtimes[0])
-    else:
-        names = [*(path.name for path in packages), place.shown.name]
-        runtime = (folder / SHARED_NAME).as_posix()
-    return f"rewrite sync {' '.join(_word((folder / name).as_posix()) for name in names)} --runtime {_word(runtime)}"
-
-
 def _word(text: str) -> str:
     return shlex.quote(text)
-
-
-def _shared(together: Shared) -> str:
-    """Say which files of a shared runtime changed, and who else uses it."""
-    before = together.before.files if together.before is not None else {}
-    now = together.lock.files
-    changed = sum(before.get(name) != digest for name, digest in now.items())
-    others = ", ".join(place.name for place in together.others)
-    said = f"{shared.shown(together.folder)}, {changed} of its {len(now)} files new or changed"
-    return f"{said} · shared with {others}" if others else f"{said} · no other package shares it yet"
 
 
 def show_failures(screen: Screen, verdict: Verdict) -> None:

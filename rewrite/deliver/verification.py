@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rewrite import collector
 from rewrite.deliver import precheck, report
 from rewrite.errors import MissingLibrary, NotTrusted
-from rewrite.package import shared, syntax
+from rewrite.package import syntax, vendor
 from rewrite.package.lock import Lock, sha256
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ def record(verdict: Verdict, lock: Lock, folder: Path, before: Path) -> Record:
         "files": files,
         "syntax": syntax.digests(texts),
     }
-    if (runtime := shared.state(folder, lock)) is not None:
-        data["rewritten"]["runtime"] = runtime
+    version, digest = vendor.runtime()
+    data["rewritten"]["runtime"] = {"version": version, "sha256": digest}
     data["options"].pop("weights", None)
     full = _kept(before) if verdict.options.quick else None
     if full is None or full.get("original") != data["original"] or not _same_files(full, data):

@@ -8,16 +8,20 @@ import libcst as cst
 
 from rewrite.analysis.syntax.module import Module
 from rewrite.analysis.syntax.nodes import LINE_LENGTH
+from rewrite.operators import module_of
 
 
 def with_runtime(tree: cst.Module, uses: Sequence[str]) -> cst.Module:
-    """Return the tree with one `from .runtime.<room> import <functions>` a room, after its last top-level import."""
-    by_room: dict[str, list[str]] = {}
+    """Return the tree with one `from hf_rewrite_runtime.<room>.<file> import <names>` a file, after its last import.
+
+    Raises:
+        UnknownOperator: if the runtime offers no such thing: a rule of the user's own asked for it.
+    """
+    by_module: dict[str, list[str]] = {}
     for use in uses:
-        room, function = use.split(".")
-        by_room.setdefault(room, []).append(function)
-    rooms = {room: sorted(functions, key=isort_key) for room, functions in sorted(by_room.items())}
-    return insert_imports(tree, [from_line(f".runtime.{room}", functions) for room, functions in rooms.items()])
+        by_module.setdefault(module_of(use), []).append(use.split(".")[1])
+    modules = {module: sorted(names, key=isort_key) for module, names in sorted(by_module.items())}
+    return insert_imports(tree, [from_line(module, names) for module, names in modules.items()])
 
 
 def with_lines(tree: cst.Module, lines: Sequence[str]) -> cst.Module:

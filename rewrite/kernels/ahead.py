@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_rewrite_runtime.core.shipped import GROUP, copy, name_for
+
 from rewrite.errors import KernelsNotCompiled
-from rewrite.runtime.core.shipped import GROUP, copy, name_for
 from rewrite.show.step import Step
 
 from . import run

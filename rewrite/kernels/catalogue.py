@@ -37,7 +37,7 @@ def cases_of(file: str, code: str) -> list[Case]:
     def case(shape: str, function: Callable[..., object], *arguments: Any, **keywords: Any) -> None:
         found.append(Case(shape, partial(function, *arguments, **keywords)))
 
-    module = importlib.import_module(f"rewrite.runtime.{file.replace('/', '.')}")
+    module = importlib.import_module(f"hf_rewrite_runtime.{file.replace('/', '.')}")
     names = {**vars(tensors), **vars(stand_ins), **vars(models), "nn": nn, **vars(module), "case": case}
     exec(compile(code, f"CASES of runtime/{file}.py", "exec"), names)
     return found

@@ -80,12 +80,12 @@ def plan(card: str, model: str, rows: Sequence[int] = ()) -> Plans:
 
 def work(card_name: str, model: str, *rows: str) -> None:
     """Print the launches of a step as one line of JSON; for a process that has not imported the runtime."""
-    from rewrite.runtime.core import launch
+    from hf_rewrite_runtime.core import launch
 
     card = CARDS[card_name]
     chip = MODELLED[card.arch]
     triton = pretended(chip, launch)
-    tiles = importlib.import_module("rewrite.runtime.core.tiles")
+    tiles = importlib.import_module("hf_rewrite_runtime.core.tiles")
     tiles.try_out(tiles.MEASURED.get(card.device, {}))
     cuobjdump = Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump"
     wanted = tuple(map(int, rows)) or STEPS[model].rows
@@ -95,7 +95,7 @@ def work(card_name: str, model: str, *rows: str) -> None:
 
 def _launches(chip: Any, model: str, rows: int, cuobjdump: Path) -> Iterator[Planned]:
     torch = importlib.import_module("torch")
-    launch = importlib.import_module("rewrite.runtime.core.launch")
+    launch = importlib.import_module("hf_rewrite_runtime.core.launch")
     steps = importlib.import_module("rewrite.kernels.step")
     with torch.no_grad(), launch.rehearsing():
         for part in steps.parts(STEPS[model], rows):

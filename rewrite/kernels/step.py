@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from rewrite.runtime.attention import decode_attention, qkv_rows, qkv_step, rope_cache
-from rewrite.runtime.moe import experts, joined_experts, router
-from rewrite.runtime.products import linear
+from hf_rewrite_runtime.attention import decode_attention, qkv_rows, qkv_step, rope_cache
+from hf_rewrite_runtime.moe import experts, joined_experts, router
+from hf_rewrite_runtime.products import linear
 
 from .cases import int64, tensor
 from .models import Step

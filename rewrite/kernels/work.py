@@ -33,7 +33,7 @@ def work(arch: str, module: str, kernels: Sequence[str], one_of_each: bool, part
         parts: how many processes share the chip.
         start: how many of its own this process leaves out: a process before it has done them.
     """
-    from rewrite.runtime.core import launch
+    from hf_rewrite_runtime.core import launch
 
     chip = CHIPS[arch]
     triton = pretended(chip, launch)

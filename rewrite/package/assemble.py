@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
-import shlex
-import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import rewrite
 from rewrite import collector
-from rewrite.analysis.syntax.nodes import LINE_LENGTH
 from rewrite.engine.build import Build
 from rewrite.engine.imports import isort_key
 from rewrite.engine.relocate import shown_name
-from rewrite.package import definitions, features, kept, runtime_files, shared, syntax
-from rewrite.package.lock import Lock, Options, Origin, engine_digest, rule_hashes, sha256
-from rewrite.package.shared import Shared
+from rewrite.offers import DISTRIBUTION
+from rewrite.package import definitions, kept, syntax, vendor
+from rewrite.package.lock import Lock, Options, Origin, Runtime, engine_digest, rule_hashes, sha256
 from rewrite.transform import Transform
 from rewrite.upstream.source import LOCK_NAME, Source
 
@@ -31,28 +27,12 @@ WHOLE = f"{KEPT}/original"
 INIT = "__init__.py"
 ATTRIBUTES = ".gitattributes"
 """Written once and not in the lock: it is the user's from then on."""
-UPSTREAM = "runtime/upstream.py"
-RUNTIME_INIT = "runtime/__init__.py"
 VERDICT_NAME = "verify.json"
-_TAKEN = re.compile(r"^ *from transformers\b[\w.]* import (?:\([^)]*\)|.*$)", re.MULTILINE)
 _METHOD = re.compile(r"(?:\.|\bdef )(\w+)\(")
 """A method that is called or defined."""
 
-_UPSTREAM = '''\
-"""What this package takes from transformers, as it was when the package was made. Generated: the guard reads it."""
-# ruff: noqa: E501
-
-CALLED = {called}
-"""The functions that the modeling file calls, with the keywords that it gives."""
-
-IMPORTED = {imported}
-"""Each function and class that this folder imports: its file and name there, digests of its text, its parameters and
-its code, and the methods that are used."""
-'''
-
 _ATTRIBUTES = f"""\
 # What nobody writes by hand is folded in a pull request, and counted in no statistics.
-runtime/** linguist-generated
 {LOCK_NAME} linguist-generated
 {VERDICT_NAME} linguist-generated
 {KEPT}/** linguist-generated -diff
@@ -66,25 +46,15 @@ _INIT = '''\
 {lock}
 """
 
-from .runtime import upstream
-from .runtime.origin import made_from
+from {runtime}.origin.guard import made_from
 
-with made_from(
-    package=__name__,
-    version="{version}",
-    command={command},
-    called=upstream.CALLED,
-    imported=upstream.IMPORTED,
-):
+with made_from(__name__):
     from . import {modeling}
-    from .{modeling} import (
-{imported}
-    )
+    from .{modeling} import {imported}
 
-from .runtime import package as _package
-from .runtime.core import explain
-
-_package.save_flat({modeling})
+from {runtime}.core.explain import explain
+from {runtime}.package import auto as _auto
+from {runtime}.package import selftest as _selftest
 
 
 def selftest(checkpoint: str | None = None) -> object:
@@ -95,17 +65,15 @@ def selftest(checkpoint: str | None = None) -> object:
     Raises:
         SelfTestFailed: if it computes something else, or if a checkpoint does not arrive whole.
     """
-    return _package.selftest({modeling}, {module}, checkpoint)
+    return _selftest.selftest({modeling}, {module}, checkpoint)
 
 
 def register() -> list[str]:
     """Make the Auto classes of transformers build these classes in this process, and return what changed."""
-    return _package.register({modeling})
+    return _auto.register({modeling})
 
 
-__all__ = [
-{exported}
-]
+__all__ = [{exported}]
 '''
 
 
@@ -116,11 +84,6 @@ class Package:
     files: Mapping[str, bytes]
     """By path in the folder, `/` between parts; the lock included."""
     lock: Lock
-    shared: Shared | None = None
-    """The runtime that it shares, as it is to be; it is put in place with the package."""
-    rooms: Mapping[str, bytes] = field(default_factory=dict)
-    """Files of a shared runtime, by the path that they would have in the package: a package that is checked before it
-    is put in place has them itself."""
 
 
 @collector.paused()
@@ -136,27 +99,19 @@ def assemble(
     if previous is not None and origin.path == previous.source.path:
         origin = replace(origin, target=previous.source.target)
     name = modeling_name(build.source) if previous is None else previous.modeling.removesuffix(".py")
-    text, original = build.rewritten.text.encode("utf-8"), build.source.path.read_bytes()
-    uses = (*build.rewritten.runtime, *features.forms_of(build.rewritten.text))
-    closure = runtime_files.closure_of(uses, options.target, options.without)
-    runtime = runtime_files.files(closure)
-    upstream = _upstream(build, runtime).encode("utf-8")
-    together: Shared | None = None
-    rooms: dict[str, bytes] = {}
-    if options.runtime is not None:
-        together = shared.for_package(folder, options.runtime, uses, options.target, options.without)
-        rooms = {f"{runtime_files.FOLDER}{name}": d for name, d in together.rooms.items() if name != INIT}
-        runtime = {RUNTIME_INIT: runtime_files.init(closure.rooms, options.runtime).encode("utf-8")}
-    init = _init(build, name, folder).encode("utf-8")
+    text, original = build.rewritten.text, build.source.path.read_bytes()
+    init = _init(build, name)
+    if options.vendored:
+        text, init = vendor.relative(text), vendor.relative(init)
+    own = {INIT: init.encode("utf-8"), f"{name}.py": text.encode("utf-8")}
     files = {
-        INIT: init,
-        f"{name}.py": text,
-        kept.ARCHIVE: kept.archive({INIT: init, f"{name}.py": text, f"{name}.py{kept.ORIGINAL}": original}),
+        **own,
+        kept.ARCHIVE: kept.archive({**own, f"{name}.py{kept.ORIGINAL}": original}),
         **{file.name: file.data for file in build.neighbours},
         **_kept_whole(build),
-        **runtime,
-        UPSTREAM: upstream,
+        **(vendor.files([text, init]) if options.vendored else {}),
     }
+    called, imported = _taken(build)
     lock = Lock(
         tool=rewrite.__version__,
         source=origin,
@@ -168,10 +123,13 @@ def assemble(
         engine=engine_digest(),
         files={path: sha256(data) for path, data in sorted(files.items())},
         syntax=syntax.digests(files),
-        named=f"{name}.py",
+        modeling=f"{name}.py",
+        runtime=Runtime(*vendor.runtime()),
+        called=called,
+        imported=imported,
     )
     files |= {LOCK_NAME: lock.to_json().encode("utf-8"), ATTRIBUTES: _ATTRIBUTES.encode("utf-8")}
-    return Package(files, lock, together, rooms)
+    return Package(files, lock)
 
 
 def _kept_whole(build: Build) -> dict[str, bytes]:
@@ -189,9 +147,9 @@ def modeling_name(source: Source) -> str:
     return stem if stem.startswith("modeling_") else f"modeling_{stem}"
 
 
-def command_for(folder: Path) -> str:
-    """Return the command that makes the package anew and keeps the user's edits; paths in it are relative."""
-    return f"rewrite sync {_argument(folder.name)}"
+def has_names(text: str) -> bool:
+    """Return whether a file lists its public names in `__all__`."""
+    return any(isinstance(s, ast.Assign) and _names(s.targets) == ["__all__"] for s in ast.parse(text).body)
 
 
 def public_names(text: str) -> list[str]:
@@ -205,62 +163,45 @@ def public_names(text: str) -> list[str]:
     return sorted({name for name in defined if not name.startswith("_")}, key=isort_key)
 
 
-def _init(build: Build, modeling: str, folder: Path) -> str:
+def _init(build: Build, modeling: str) -> str:
     source = build.source
     made_of = f"transformers {source.transformers_version}" if source.module else shown_name(source.path)
     names = public_names(build.rewritten.text)
-    exported = sorted([*names, "explain", "register", "selftest"], key=isort_key)
+    own = [f'"{name}"' for name in ("explain", "register", "selftest")]
+    listed = [*(f'"{name}"' for name in names), *own]
+    if has_names(build.rewritten.text):
+        imported, exported = "*", f"*{modeling}.__all__, {', '.join(own)}"
+    else:
+        imported = _in_lines("({})", names, "    ")
+        exported = _in_lines("{}", listed, "")
     return _INIT.format(
         lock=INIT_LOCK,
         title=f"{modeling.removeprefix('modeling_')}, rewritten from {made_of} by hf-rewrite {rewrite.__version__}",
+        runtime=DISTRIBUTION,
         module=f'"{source.module}"' if source.module else None,
-        version=source.transformers_version or "",
-        command=quoted(command_for(folder)),
         modeling=modeling,
-        imported=textwrap.indent("\n".join(f"{name}," for name in names), " " * 8),
-        exported=textwrap.indent("\n".join(f'"{name}",' for name in exported), " " * 4),
+        imported=imported,
+        exported=exported,
     )
 
 
-def _upstream(build: Build, runtime: Mapping[str, bytes]) -> str:
-    """Return the text of the file that tells the guard what to look at."""
+def _in_lines(brackets: str, names: Sequence[str], indent: str) -> str:
+    """Return names as a formatter lays out a list that is too long for a line."""
+    inner = "\n" + "".join(f"{indent}    {name},\n" for name in names) + indent
+    return brackets.format(inner)
+
+
+def _taken(build: Build) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return what the guard looks at: the functions of transformers that the package calls, with the keywords that it
+    gives, and fingerprints of all that it imports from there."""
     root = build.source.transformers_root
-    called: dict[str, list[str]] = {}
-    imported: dict[str, str] = {}
-    if root is not None:
-        own = [build.rewritten.text, *(file.text for file in build.neighbours)]
-        texts = [*own, *(text.decode("utf-8") for text in runtime.values())]
-        # Reading a tree takes its time: of the runtime, which is laid out by ourselves, its imports are enough.
-        taken = "\n".join(textwrap.dedent(found[0]) for text in texts[len(own) :] for found in _TAKEN.finditer(text))
-        names = {name for text in (*own, taken) for name in definitions.imported_names(text).values()}
-        imported = definitions.of_names(root, names, set(_METHOD.findall("\n".join(texts))))
-        given = definitions.calls(build.rewritten.text)
-        called = {name: given[name] for name in definitions.of_functions(root, given) if given[name]}
-    return _UPSTREAM.format(called=_table(called), imported=_table(imported))
-
-
-def _table(values: Mapping[str, object]) -> str:
-    """Return a dict as a formatter would write it, one line an entry; of one that is too long and a list, an item."""
-    lines = []
-    for name, value in values.items():
-        line = f"    {quoted(name)}: {json.dumps(value)},"
-        if len(line) > LINE_LENGTH and isinstance(value, list):
-            line = "\n".join([f"    {quoted(name)}: [", *(f"        {quoted(item)}," for item in value), "    ],"])
-        lines.append(line)
-    return "\n".join(["{", *lines, "}"]) if lines else "{}"
-
-
-def quoted(text: str) -> str:
-    """Return a string literal in double quotes where that needs no escapes, as formatters write it."""
-    plain = text.isprintable() and '"' not in text and "\\" not in text
-    return f'"{text}"' if plain else ascii(text)
-
-
-def _argument(text: str) -> str:
-    """Return `text` as one word of a shell's line."""
-    if not re.fullmatch(r"[\w./ -]+", text):
-        return shlex.quote(text)
-    return f'"{text}"' if " " in text else text
+    if root is None:
+        return {}, {}
+    texts = [build.rewritten.text, *(file.text for file in build.neighbours)]
+    names = {name for text in texts for name in definitions.imported_names(text).values()}
+    imported = definitions.of_names(root, names, set(_METHOD.findall("\n".join(texts))))
+    given = definitions.calls(build.rewritten.text)
+    return {name: given[name] for name in definitions.of_functions(root, given) if given[name]}, imported
 
 
 def _origin(source: Source, folder: Path) -> Origin:

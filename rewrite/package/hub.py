@@ -1,4 +1,4 @@
-"""A package as a checkpoint's repository on the Hub has it: flat files, and a config.json that names their classes."""
+"""A package as a checkpoint's repository on the Hub has it: one file, and a config.json that names its classes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 
 from rewrite.engine.relocate import is_rewritten
 from rewrite.errors import MissingTransformers, NotExportable, OutputNotOurs, OutputNotWritable
-from rewrite.package import output, shared
+from rewrite.package import output, vendor
+from rewrite.package.assemble import INIT
+from rewrite.package.flat import MARK, NotFlat, flat_files
 from rewrite.package.lock import Lock
-from rewrite.runtime.package.flat import MARK, NotFlat, flat_files
 from rewrite.upstream.auto_classes import auto_classes
 from rewrite.upstream.checkpoint import CONFIG_NAME, read_config
 from rewrite.upstream.installed import Installed
 from rewrite.upstream.source import LOCK_NAME
+
+_LOCK = " rewrite.lock lists what was changed and what was skipped."
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,18 @@ class Export:
     """The class that each Auto class builds, `modeling_llama.LlamaForCausalLM`."""
 
 
-def export(folder: Path, lock: Lock, checkpoint: Path | None, library: Installed | None) -> Export:
-    """Return the flat form of the package in `folder`, with the configuration of `checkpoint` if there is one and
-    the classes that the Auto classes of `library` build.
+def export(
+    folder: Path, lock: Lock, checkpoint: Path | None, library: Installed | None, vendored: bool = False
+) -> Export:
+    """Return the form of the package in `folder` that loads with `trust_remote_code`.
+
+    Args:
+        folder: the package.
+        lock: its lock.
+        checkpoint: whose configuration is to name the classes, if there is one.
+        library: whose Auto classes build them.
+        vendored: whether the runtime goes along, in flat files; else whoever loads it has to have it installed, which
+            transformers checks.
 
     Raises:
         NotExportable: if the package has no flat form, or none of its classes is one that an Auto class builds.
@@ -40,7 +52,7 @@ def export(folder: Path, lock: Lock, checkpoint: Path | None, library: Installed
         MissingTransformers: if there is no `library`.
     """
     try:
-        files = flat_files(folder, lock.modeling, [place] if (place := shared.of(folder, lock)) is not None else [])
+        files = _files(folder, lock, vendored or lock.options.vendored)
     except NotFlat as error:
         raise NotExportable(folder, str(error)) from error
     config = read_config(checkpoint) if checkpoint is not None else {}
@@ -49,6 +61,22 @@ def export(folder: Path, lock: Lock, checkpoint: Path | None, library: Installed
         config = {**config, "auto_map": {**(config.get("auto_map") or {}), **auto_map}}
         files = {**files, CONFIG_NAME: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
     return Export(files, auto_map)
+
+
+def _files(folder: Path, lock: Lock, vendored: bool) -> dict[str, str]:
+    """Return the files of an export but for the configuration, by name.
+
+    Raises:
+        NotFlat: if the package has no such form.
+    """
+    own = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.py") if path.name != INIT}
+    own[lock.modeling] = own[lock.modeling].replace(_LOCK, "", 1)
+    if not vendored:
+        needed = {lock.modeling, *(name for name in lock.upstream if name in own)}
+        return {name: text for name, text in own.items() if name in needed}
+    own = {name: vendor.relative(text) for name, text in own.items()}
+    runtime = {path: data.decode("utf-8") for path, data in vendor.files(own.values()).items()}
+    return flat_files({**own, **runtime}, lock.modeling)
 
 
 def write(out: Path, made: Export, checkpoint: Path | None) -> list[str]:

@@ -6,14 +6,14 @@ import importlib.resources
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rewrite.engine.layout import formatter
 from rewrite.errors import NotAPackage
-from rewrite.package import features, lock_text, syntax, targets
+from rewrite.package import lock_text, syntax
 from rewrite.package.lock_text import sha256
 from rewrite.transform import SkippedSite, Transform, TransformReport
 from rewrite.upstream.source import LOCK_NAME
@@ -21,15 +21,13 @@ from rewrite.upstream.source import LOCK_NAME
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
-SCHEMA = 2
+SCHEMA = 3
 ENGINE = (
-    "analysis", "engine", "operators.py", "package/assemble.py", "package/bundle.py", "package/closure.py",
-    "package/features.py", "package/parts.py", "package/runtime_files.py", "package/shared.py", "package/targets.py",
-    "runtime", "transform.py",
+    "analysis", "engine", "offers.py", "operators.py", "package/assemble.py", "package/vendor.py", "transform.py",
 )  # fmt: skip
 """What decides the generated files besides the transforms, in `rewrite/`."""
 
-__all__ = ["SCHEMA", "Lock", "Options", "Origin", "engine_digest", "read_lock", "rule_hashes", "sha256"]
+__all__ = ["SCHEMA", "Lock", "Options", "Origin", "Runtime", "engine_digest", "read_lock", "rule_hashes", "sha256"]
 
 
 @dataclass(frozen=True)
@@ -54,12 +52,17 @@ class Options:
     skip: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     """Transforms that run on request only, `--with`."""
-    target: str = targets.CUDA
-    """GPUs that the runtime is for. Packages of versions that had no choice have what ROCm's take, and keep it."""
-    runtime: str | None = None
-    """The way from the package to the runtime that it shares with others (`shared.py`); None if it has its own."""
-    without: tuple[str, ...] = ()
-    """What the runtime does not have, keys of `features.FEATURES`, sorted."""
+    vendored: bool = False
+    """Whether the package has a runtime of its own (`rewrite vendor`)."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The runtime that a package was made with."""
+
+    version: str
+    sha256: str
+    """Of all its files."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +81,21 @@ class Lock:
     files: Mapping[str, str] = field(default_factory=dict)
     """sha256 of every generated file, by its path in the package."""
     syntax: Mapping[str, str] = field(default_factory=dict)
-    """What every generated file says, apart from its layout; empty in a lock of a version that did not write it."""
+    """What every generated file says, apart from its layout."""
     engine: str = ""
-    """sha256 of what decides the text besides the rules, the formatter too; empty in a lock of schema 1."""
+    """sha256 of what decides the text besides the rules, the formatter too."""
     decode_loops: Mapping[str, str] = field(default_factory=dict)
-    """Of every class that generates whether it does so in a decode loop, and why not; older versions did not say."""
-    named: str | None = None
-    """Name of the modeling file; None in a lock of a version that did not write it."""
+    """Of every class that generates whether it does so in a decode loop, and why not."""
+    modeling: str = ""
+    """Name of the modeling file."""
+    runtime: Runtime = field(default_factory=lambda: Runtime("", ""))
+    called: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The functions of transformers that the modeling file calls, with the keywords that it gives."""
+    imported: Mapping[str, str] = field(default_factory=dict)
+    """Each function and class that the package imports from transformers: its file and name there, digests of its
+    text, its parameters and its code, and the methods that are used."""
     intact: bool = True
     """Whether the file is as this tool wrote it; not part of the file."""
-
-    @property
-    def modeling(self) -> str:
-        """Name of the modeling file."""
-        return lock_text.modeling_file(self.files, self.named)
 
     def as_generated(self, folder: Path, name: str) -> bool:
         """Return whether a file in `folder` is as it was generated, in whatever layout; not where it is missing."""
@@ -110,16 +114,17 @@ class Lock:
             "schema": SCHEMA,
             "tool": {"name": "hf-rewrite", "version": self.tool, "engine": self.engine},
             "source": asdict(self.source),
-            "options": _options(self.options),
+            "options": asdict(self.options),
             "rules": dict(self.rules),
             "decode_loops": dict(self.decode_loops),
             "transforms": {report.name: _report(report) for report in self.transforms},
             "upstream": dict(self.upstream),
             "files": dict(self.files),
             "syntax": dict(self.syntax),
+            "modeling": self.modeling,
+            "runtime": asdict(self.runtime),
+            "guard": {"called": dict(self.called), "imported": dict(self.imported)},
         }
-        if self.named is not None:
-            data["modeling"] = self.named
         return lock_text.dumps({**data, "digest": lock_text.digest(data)})
 
 
@@ -168,12 +173,6 @@ def _sources(place: Traversable, name: str) -> Iterator[tuple[str, bytes]]:
             yield from _sources(inner, f"{name}/{inner.name}")
 
 
-def _options(options: Options) -> dict[str, Any]:
-    """As in locks of versions that knew no `also`, `runtime` and `without`, where nothing was requested."""
-    later = ("also", "runtime", "without")
-    return {name: value for name, value in asdict(options).items() if name not in later or value}
-
-
 def _report(report: TransformReport) -> dict[str, Any]:
     unreached = {"unreached": list(report.unreached)} if report.unreached else {}
     return {"rewritten": list(report.rewritten), "skipped": [asdict(site) for site in report.skipped], **unreached}
@@ -181,12 +180,37 @@ def _report(report: TransformReport) -> dict[str, Any]:
 
 def _parse(data: lock_text.Table) -> Lock:
     schema = data.number("schema")
-    if schema not in (1, SCHEMA):
-        raise lock_text.Malformed(f"has schema {schema} and this version reads up to {SCHEMA}: update hf-rewrite")
+    if schema == 2:
+        return _of_2026_11_28(data)
+    if schema != SCHEMA:
+        raise lock_text.Malformed(f"has schema {schema} and this version reads {SCHEMA}: update hf-rewrite")
+    options, guard, runtime = data.table("options"), data.table("guard"), data.table("runtime")
+    called = guard.table("called")
+    lock = _common(data)
+    return replace(
+        lock,
+        options=replace(lock.options, vendored=options.flag("vendored")),
+        runtime=Runtime(runtime.text("version"), runtime.text("sha256")),
+        called={name: called.texts(name) for name in called.names()},
+        imported=guard.table("imported").all_text(),
+    )
+
+
+def _of_2026_11_28(data: lock_text.Table) -> Lock:
+    """Read the lock of a package with its runtime in a folder `runtime/`, as versions until 2026-11-28 made them.
+
+    A sync makes it one of this version; this function goes with the next release.
+    """
+    if data.table("options").optional("runtime") is not None:
+        raise lock_text.Malformed("shares its runtime with other packages, which is gone: rewrite the model anew")
+    return _common(data)
+
+
+def _common(data: lock_text.Table) -> Lock:
     source, options, tool = data.table("source"), data.table("options"), data.table("tool")
     files = data.table("files")
-    names, named = files.names(), data.optional("modeling")
-    lock_text.check_generated(names, named)
+    names, modeling = files.names(), data.text("modeling")
+    lock_text.check_generated(names, modeling)
     origin = Origin(
         target=source.text("target"),
         path=source.text("path"),
@@ -196,52 +220,21 @@ def _parse(data: lock_text.Table) -> Lock:
         transformers=source.optional("transformers"),
     )
     lock_text.check_origin(origin.target, origin.path, origin.module)
+    also = options.texts("also") if "also" in options.names() else ()
     return Lock(
         tool=tool.text("version"),
         source=origin,
-        options=Options(
-            options.texts("only"),
-            options.texts("skip"),
-            options.texts("also") if "also" in options.names() else (),
-            _target(options),
-            _runtime(options),
-            without(options),
-        ),
+        options=Options(options.texts("only"), options.texts("skip"), also),
         rules=data.table("rules").all_text(),
         transforms=tuple(_parse_report(name, data.table("transforms")) for name in data.table("transforms").names()),
         upstream=data.table("upstream").all_text(),
         files={name: files.text(name) for name in names},
-        syntax=data.table("syntax").all_text() if "syntax" in data.names() else {},
-        engine=tool.optional("engine") or "",
-        decode_loops=data.table("decode_loops").all_text() if "decode_loops" in data.names() else {},
-        named=named,
-        intact=schema == 1 or data.optional("digest") == lock_text.digest(data.without("digest")),
+        syntax=data.table("syntax").all_text(),
+        engine=tool.text("engine"),
+        decode_loops=data.table("decode_loops").all_text(),
+        modeling=modeling,
+        intact=data.optional("digest") == lock_text.digest(data.without("digest")),
     )
-
-
-def _target(options: lock_text.Table) -> str:
-    target = options.optional("target") or targets.ROCM
-    if target not in targets.TARGETS:
-        raise lock_text.Malformed(f"has the target '{target}', which this version does not know: update hf-rewrite")
-    return target
-
-
-def without(options: lock_text.Table) -> tuple[str, ...]:
-    """Return what a package leaves out of its runtime.
-
-    Raises:
-        Malformed: if that is nothing that this version can leave out.
-    """
-    found = options.texts("without") if "without" in options.names() else ()
-    for name in found:
-        if name not in features.FEATURES:
-            raise lock_text.Malformed(f"leaves '{name}' out, which this version does not know: update hf-rewrite")
-    return found
-
-
-def _runtime(options: lock_text.Table) -> str | None:
-    way = options.optional("runtime")
-    return None if way is None else lock_text.check_way(way)
 
 
 def _parse_report(name: str, reports: lock_text.Table) -> TransformReport:

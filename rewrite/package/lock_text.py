@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -48,6 +48,10 @@ class Table:
     def number(self, name: str) -> int:
         """Return the whole number `name`."""
         return int(self._checked(name, int, "a number"))
+
+    def flag(self, name: str) -> bool:
+        """Return whether `name` is true."""
+        return bool(self._checked(name, bool, "true or false"))
 
     def optional(self, name: str) -> str | None:
         """Return the string `name`, None where there is none or null."""
@@ -140,7 +144,7 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def check_generated(names: Sequence[str], modeling: str | None) -> None:
+def check_generated(names: Sequence[str], modeling: str) -> None:
     """Check that each name of a generated file is a path inside the package, and that one is the modeling file.
 
     Raises:
@@ -157,41 +161,8 @@ def check_generated(names: Sequence[str], modeling: str | None) -> None:
             or name == "."
         ):
             raise Malformed(f"names a file outside its folder: {name!r}")
-    modeling_file(names, modeling)
-
-
-def modeling_file(names: Iterable[str], named: str | None = None) -> str:
-    """Return the modeling file among the files of a package: the one that its lock names.
-
-    One of an older version names none: there it is the only one, or that whose original is kept.
-
-    Raises:
-        Malformed: if there is not exactly one.
-    """
-    listed = set(names)
-    if named is not None:
-        if named not in listed or not _MODELING.fullmatch(named):
-            raise Malformed(f"cannot be read: it should list the modeling file {named!r}")
-        return named
-    found = [name for name in sorted(listed) if _MODELING.fullmatch(name)]
-    found = found if len(found) == 1 else [name for name in found if f".rewrite/{name}.original" in listed]
-    if len(found) != 1:
-        raise Malformed(f"cannot be read: it should list one modeling file and lists {len(found)}")
-    return found[0]
-
-
-def check_way(way: str) -> str:
-    """Return a way to another folder of the same tree, `../rewrite_runtime`, which has its `..` in front.
-
-    Raises:
-        Malformed: if it is something else.
-    """
-    path = PurePosixPath(way)
-    below = [part for part in path.parts if part != ".."]
-    plain = not path.is_absolute() and str(path) == way and not {"\\", "\0", '"', "\n"}.intersection(way)
-    if not plain or ".." in path.parts[len(path.parts) - len(below) :]:
-        raise Malformed(f"names a folder that it cannot have: {way!r}")
-    return way
+    if modeling not in names or not _MODELING.fullmatch(modeling):
+        raise Malformed(f"cannot be read: it should list the modeling file {modeling!r}")
 
 
 def check_origin(target: str, path: str, module: str | None) -> None:

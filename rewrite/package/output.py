@@ -13,28 +13,23 @@ import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rewrite.errors import (
     ChangedMeanwhile,
-    EditsNotMerged,
     LinkInPackage,
     NotAPackage,
     OutputBusy,
     OutputNotOurs,
     OutputNotWritable,
     OutputOfAnotherModel,
-    SharedRuntimeMoves,
-    SharedRuntimeNotUsable,
     SitesLost,
 )
-from rewrite.package import allowed, shared, swap, syntax
+from rewrite.package import allowed, swap
 from rewrite.package.assemble import VERDICT_NAME, Package
 from rewrite.package.lock import Lock, read_lock, sha256
-from rewrite.package.runtime_files import FOLDER
-from rewrite.package.shared import Shared
 from rewrite.upstream.source import LOCK_NAME, Source
 
 
@@ -85,21 +80,7 @@ class Staged:
             self._check_unchanged()
             if self.output.backup is not None:
                 _copy_aside(target, self.output.backup)
-            for name in self.package.rooms:
-                (self.folder / name).unlink()
-            if self.package.shared is not None:
-                put_shared(self.package.shared)
             _exchange(self.folder, target)
-        self._leave()
-
-    def _leave(self) -> None:
-        """Take from the runtime that the package before shared what it alone needed."""
-        previous, now = self.output.previous, self.package.shared
-        before = shared.of(self.output.folder, previous) if previous is not None else None
-        if before is not None and (now is None or now.folder != before):
-            with contextlib.suppress(SharedRuntimeNotUsable):  # it is gone
-                if (left := shared.left(before)) is not None:
-                    put_shared(left)
 
     def _check_unchanged(self) -> None:
         for name, digest in self.output.seen.items():
@@ -232,79 +213,9 @@ def stage(output: Output, package: Package) -> Iterator[Staged]:
             for name in output.carried:
                 (staged / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(output.folder / name, staged / name, follow_symlinks=False)
-            for name, data in package.rooms.items():
-                _write(staged / name, data)
         yield Staged(output, package, staged)
     finally:
         if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def check_shared(
-    folder: Path, package: Package, replaced: Collection[str] = (), together: Collection[Path] = ()
-) -> None:
-    """Check that the runtime that a package is to share can be put in place.
-
-    Args:
-        folder: the package, as the user named it.
-        package: what is to be put there.
-        replaced: files of the runtime whose edits may be lost, `runtime/core.py`.
-        together: packages that are made anew in the same run.
-
-    Raises:
-        SharedRuntimeMoves: if other packages would run with another version for it.
-        EditsNotMerged: if files of it were edited.
-    """
-    new = package.shared
-    if new is None or new.before is None:
-        return
-    if new.moves and not {*new.others}.issubset(together):
-        raise SharedRuntimeMoves(new.folder, [shared.shown(place) for place in new.others])
-    if edits := [name for name in edited_shared(new) if name not in replaced]:
-        raise EditsNotMerged(folder, edits)
-
-
-def edited_shared(new: Shared) -> list[str]:
-    """Return the files that were edited of a runtime that is to be replaced, `runtime/core.py`."""
-    names = shared.edited(new.folder, new.before) if new.before is not None else []
-    return [f"{FOLDER}{name}" for name in names if (new.folder / name).is_file()]
-
-
-def put_shared(new: Shared) -> None:
-    """Put a shared runtime in place, or take it away where no package uses it any more.
-
-    Files that say the same keep the layout that they have; others than ours stay, and edited ones where they would go.
-
-    Raises:
-        OutputNotWritable: if the disk refuses.
-        OutputBusy: if another run is at work on it.
-        ChangedMeanwhile: if somebody changed it since it was read.
-    """
-    folder = new.folder
-    with _reported(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    with swap.alone(folder), _reported(folder):
-        _recovered(folder)
-        there = shared.read(folder) if (folder / shared.LOCK_NAME).is_file() else None
-        if there != new.before:
-            raise ChangedMeanwhile(folder, shared.LOCK_NAME)
-        temporary = Path(tempfile.mkdtemp(prefix=_new_prefix(folder), dir=folder.parent))
-        try:
-            staged = temporary / folder.name
-            staged.mkdir()
-            generated = [n for n in there.files if there.as_generated(folder, n)] if there is not None else []
-            _copy_foreign(folder, staged, {*new.files, *generated, shared.LOCK_NAME})
-            for name, data in new.files.items():
-                path, known = folder / name, new.lock.syntax.get(name)
-                same = path.is_file() and known == syntax.digest(name, path.read_bytes())
-                _write(staged / name, path.read_bytes() if same else data)
-            if there is None:
-                _write(staged / shared.ATTRIBUTES, shared.attributes())
-            if new.files or _foreign(staged):
-                _exchange(staged, folder)
-            else:
-                shutil.rmtree(folder)
-        finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -351,22 +262,6 @@ def _exchange(staged: Path, target: Path) -> None:
             aside.rename(target)
             raise
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _copy_foreign(folder: Path, staged: Path, ours: Collection[str]) -> None:
-    """Copy what is in a folder and not ours."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name in ours or path.name == "__pycache__":
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, staged / path.name, symlinks=True)
-        else:
-            shutil.copy2(path, staged / path.name, follow_symlinks=False)
-
-
-def _foreign(folder: Path) -> bool:
-    """Return whether a folder that was a shared runtime has anything besides what this tool wrote."""
-    return any(path.name != shared.ATTRIBUTES for path in folder.iterdir())
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -20,7 +20,6 @@ from rewrite.engine.relocate import relocate
 from rewrite.errors import RewriteError
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
-from rewrite.package.targets import of_machine
 from rewrite.sweep.row import ClassRow, Row
 from rewrite.transforms import select
 from rewrite.upstream.source import Source, resolve
@@ -78,7 +77,7 @@ def _verified(row: Row, built: Build, folder: Path, device: str) -> None:
     """Write the package, import it, and verify its classes."""
     from rewrite.verify.breadth import class_outcomes
 
-    for path, data in assemble(built, select(), Options(target=of_machine()), folder).files.items():
+    for path, data in assemble(built, select(), Options(), folder).files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(data)
     if built.source.module is not None:

@@ -14,7 +14,7 @@ from rewrite.package import definitions, kept, original
 from rewrite.package.assemble import INIT, Package
 from rewrite.package.lock import Lock, sha256
 from rewrite.package.syntax import digest
-from rewrite.sync import imports, merge
+from rewrite.sync import merge, runtime_names
 from rewrite.sync.styles import GENERATED, Marks, Style, plain, style_of
 
 MODELING = "modeling"
@@ -104,13 +104,12 @@ def problems(folder: Path, package: Package, root: Path | None) -> dict[str, lis
         root: package folder of the transformers that it will run with, None where that is not known.
     """
     found = {}
-    runtime = {**package.files, **package.rooms}
     for name in (package.lock.modeling, INIT):
         text, generated = (data.decode("utf-8") for data in (package.files[name], _generated(package, name)))
         yours = original.text_of(folder / name)
         said = problems_of(text, (generated, yours), root) if text not in (generated, yours) else []
         if text != generated:
-            said += [f"line {one.line} {one.said}" for one in imports.lacking(text, runtime)]
+            said += [f"line {one.line} {one.said}" for one in runtime_names.lacking(text)]
         if said:
             found[name] = said
     return found

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rewrite import operators
 from rewrite.deliver import acceptance
 from rewrite.engine.build import Build, build
-from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownOperator, UnknownTransform
-from rewrite.package import features, kept, original, runtime_files, shared
-from rewrite.package.assemble import RUNTIME_INIT, UPSTREAM, VERDICT_NAME, Package, assemble
+from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownTransform
+from rewrite.package import kept, original, vendor
+from rewrite.package.assemble import VERDICT_NAME, Package, assemble
 from rewrite.package.lock import Lock, engine_digest, rule_hashes, sha256
 from rewrite.package.syntax import unchanged, unix_newlines
 from rewrite.sync.changes import RuleChange, rule_changes
@@ -20,7 +20,7 @@ from rewrite.transform import Transform
 from rewrite.transforms import select
 from rewrite.upstream import neighbours
 from rewrite.upstream.installed import Installed
-from rewrite.upstream.source import LOCK_NAME, Source
+from rewrite.upstream.source import Source
 
 
 @dataclass(frozen=True)
@@ -40,28 +40,17 @@ class Renewal:
         return [change.rule for change in self.rules if change.lost]
 
 
-def renewed(
-    folder: Path,
-    lock: Lock,
-    source: Source,
-    runtime: Path | None = None,
-    wanted: Collection[str] = (),
-    unwanted: Collection[str] = (),
-) -> Renewal:
+def renewed(folder: Path, lock: Lock, source: Source) -> Renewal:
     """Rewrite `source`, the original of a package as it is now, with the options of its lock.
 
     Args:
         folder: the package.
         lock: its lock.
         source: its original.
-        runtime: the runtime that it is to share; None is the one that it has.
-        wanted: what its runtime is to have from now on, keys of `features.FEATURES`.
-        unwanted: what it is to have no longer.
 
     Raises:
         NothingToRewrite: if no rule matches any more.
         RuleGone: if the lock asks for a rule that this version does not have.
-        SharedRuntimeNotUsable: if the runtime that it shares is not there.
     """
     at_hand = source
     if source.sha256 == lock.source.sha256:
@@ -69,27 +58,13 @@ def renewed(
         source = replace(source, transformers_version=lock.source.transformers or source.transformers_version)
     transforms = transforms_of(folder, lock)
     built, rules = rebuilt(folder, lock, source)
-    wanted = {*wanted, *_needed_now(folder, lock, built)}
-    options = replace(lock.options, without=features.without(lock.options.without, wanted, unwanted))
-    if runtime is not None:
-        options = replace(options, runtime=shared.way_to(folder, runtime))
-    elif (place := shared.of(folder, lock)) is not None:
-        shared.read(place)  # one that is gone was moved: only the user knows where to
-    package = assemble(built, transforms, options, folder.resolve(), previous=lock)
-    if source != at_hand and package.lock.files.get(UPSTREAM) != lock.files.get(UPSTREAM):
+    package = assemble(built, transforms, lock.options, folder.resolve(), previous=lock)
+    if source != at_hand and dict(package.lock.imported) != dict(lock.imported):
         # unless what it takes of other files has changed, which the package then has from the version at hand
         source = at_hand
         built, rules = rebuilt(folder, lock, source)
-        package = assemble(built, transforms, options, folder.resolve(), previous=lock)
+        package = assemble(built, transforms, lock.options, folder.resolve(), previous=lock)
     return Renewal(source, built, package, rules, kept_original(folder, lock))
-
-
-def _needed_now(folder: Path, lock: Lock, built: Build) -> set[str]:
-    """Return what the runtime is to have from now on since the file needs it, and did not before."""
-    before = kept.text(folder, lock.modeling)
-    if before is None:
-        return set()
-    return features.needed_by(built.rewritten.text).keys() - features.needed_by(before.decode("utf-8")).keys()
 
 
 def rebuilt(folder: Path, lock: Lock, source: Source) -> tuple[Build, tuple[RuleChange, ...]]:
@@ -139,27 +114,10 @@ def moved(lock: Lock, source: Source) -> list[str]:
     return sorted(name for name in {*files, *lock.upstream} if files.get(name) != lock.upstream.get(name))
 
 
-def own_runtime(folder: Path, lock: Lock) -> dict[str, bytes]:
-    """Return this version's own text of each runtime file that a package has and this version too.
-
-    A package of the time when a room was a folder has files of single operators, any other those of whole rooms, with
-    what its modeling file used when it was generated.
-    """
-    found: dict[str, bytes] = {}
-    for name in (name for name in lock.files if name.count("/") == 2 and not name.endswith("__init__.py")):
-        with contextlib.suppress(FileNotFoundError):  # of another version
-            found[name] = runtime_files.file_of_old(name)
-    generated = kept.text(folder, lock.modeling)
-    if not found and generated is not None and kept.is_as_generated(folder, lock, lock.modeling):
-        with contextlib.suppress(UnknownOperator):  # of another version
-            text = generated.decode("utf-8")
-            uses = [*runtime_files.uses_of(text), *features.forms_of(text)]
-            closure = runtime_files.closure_of(uses, lock.options.target, lock.options.without)
-            made = runtime_files.files(closure)
-            if lock.options.runtime is not None:
-                made[RUNTIME_INIT] = runtime_files.init(closure.rooms, lock.options.runtime).encode("utf-8")
-            found = {name: text for name, text in made.items() if name in lock.files}
-    return {name: text for name, text in found.items() if name.startswith(runtime_files.FOLDER)}
+def own_runtime(lock: Lock) -> dict[str, bytes]:
+    """Return this version's own text of each file of a vendored runtime that a package has and this version too."""
+    own = {f"{vendor.VENDORED}/{name}.py": name for name in vendor.names()}
+    return {path: operators.own_text(name).encode("utf-8") for path, name in own.items() if path in lock.files}
 
 
 def kept_original(folder: Path, lock: Lock) -> str | None:
@@ -173,14 +131,10 @@ def kept_original(folder: Path, lock: Lock) -> str | None:
 
 def differences(lock: Lock, package: Package) -> list[str]:
     """Return in words what `package` has otherwise than the lock of the one that is there; empty if nothing."""
-    said = []
-    if (together := package.shared) is not None:
-        name = f"runtime {package.lock.options.runtime}"
-        said = [f"{name}: changed"] if together.is_new else []
-        said += [f"{name}: of another version"] if lock.engine != package.lock.engine else []
-    if lock.options.without != package.lock.options.without:
-        said.append(f"{LOCK_NAME}: what the runtime is without")
-    return [*_differences(lock, package.lock), *said]
+    said = list(_differences(lock, package.lock))
+    if lock.runtime != package.lock.runtime:
+        said.append(f"hf-rewrite-runtime {lock.runtime.version or 'in the package'} → {package.lock.runtime.version}")
+    return said
 
 
 def stale_verdict(folder: Path, lock: Lock) -> str | None:
@@ -196,6 +150,7 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
         verdict = json.loads(path.read_text(encoding="utf-8"))
         passed, files = verdict["passed"], dict(verdict["rewritten"]["files"])
         said = dict(verdict["rewritten"].get("syntax", {}))
+        made_with = dict(verdict["rewritten"].get("runtime", {}))
         quick_passed = verdict.get("quick", {}).get("passed", True)
         made_from = verdict.get("original", {}).get("sha256", lock.source.sha256)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -208,8 +163,10 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
         return f"{VERDICT_NAME} says that a later quick verification failed: rewrite verify {folder}"
     if made_from != lock.source.sha256:
         return f"the original has changed since it was verified: rewrite verify {folder}"
-    if verdict["rewritten"].get("runtime") != shared.state(folder, lock):
-        return f"the runtime that it shares has changed since it was verified: rewrite verify {folder}"
+    version, digest = vendor.runtime()
+    if not lock.options.vendored and made_with.get("sha256") != digest:
+        said_version = made_with.get("version", "another")
+        return f"it was verified with hf-rewrite-runtime {said_version}, now {version}: rewrite verify {folder}"
     for name in sorted({*files, *_importable(lock)}):
         if name not in files or not (folder / name).is_file():
             return f"{name} was not there when it was verified, or is not now: rewrite verify {folder}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,11 +9,10 @@ from pathlib import Path
 
 from rewrite.deliver import precheck
 from rewrite.engine.relocate import HEADER_LOCK
-from rewrite.errors import NotRestorable, RewriteError
-from rewrite.package import kept, original, output, runtime_files, shared, swap
-from rewrite.package.assemble import INIT, INIT_LOCK, KEPT, RUNTIME_INIT, VERDICT_NAME, WHOLE, Package
+from rewrite.errors import NotRestorable, RewriteError, SourceDoesNotParse
+from rewrite.package import kept, original, output, swap, syntax, vendor
+from rewrite.package.assemble import INIT, INIT_LOCK, KEPT, VERDICT_NAME, WHOLE, Package
 from rewrite.package.lock import Lock, read_lock, sha256
-from rewrite.package.runtime_files import FOLDER
 from rewrite.sync import rebuild
 from rewrite.sync.unguarded import unguarded
 from rewrite.upstream.source import LOCK_NAME
@@ -25,8 +23,7 @@ UNDONE = ".undone"
 def undo(folder: Path) -> list[str]:
     """Put every generated file of a package back to its generated text, and return the names of those that differed.
 
-    Each edited file is kept beside its generated text, its name followed by `.undone`; a kept text is not. Files of a
-    runtime that the package shares are put back too.
+    Each edited file is kept beside its generated text, its name followed by `.undone`; a kept text is not.
 
     Raises:
         NotRestorable: if the generated text of an edited file is nowhere to be had.
@@ -34,9 +31,8 @@ def undo(folder: Path) -> list[str]:
     lock = read_lock(folder)
     output.check_links(folder, lock)
     edited = [name for name in lock.files if not lock.as_generated(folder, name)]
-    of_shared = _undo_shared(folder, lock)
     if not edited:
-        return of_shared
+        return []
     texts = {name: _generated(folder, lock, name) for name in edited}
     if lost := [name for name, text in texts.items() if text is None]:
         raise NotRestorable(folder, lost)
@@ -49,36 +45,14 @@ def undo(folder: Path) -> list[str]:
     }
     files[LOCK_NAME] = (folder / LOCK_NAME).read_bytes()
     _replace(folder, lock, files)
-    return [*edited, *of_shared]
-
-
-def _undo_shared(folder: Path, lock: Lock) -> list[str]:
-    """Put the edited files of a runtime that a package shares back, and return their names.
-
-    Raises:
-        NotRestorable: if this version of the tool makes others.
-    """
-    place = shared.of(folder, lock)
-    there = shared.read(place) if place is not None else None
-    if place is None or there is None or not (edited := shared.edited(place, there)):
-        return []
-    user = shared.user_of(folder, place, there)
-    uses = user.uses if user is not None else ()
-    options = lock.options
-    made = shared.for_package(folder, options.runtime or "", uses, options.target, options.without)
-    if dict(made.lock.files) != dict(there.files):
-        raise NotRestorable(folder, [f"{FOLDER}{name}" for name in edited])
-    for name in (name for name in edited if (place / name).is_file()):
-        output.write_beside(place / output.free_name(place, name, UNDONE), (place / name).read_bytes())
-    output.put_shared(made)
-    return [(Path(lock.options.runtime or "") / name).as_posix() for name in edited]
+    return edited
 
 
 def eject(folder: Path) -> list[str]:
     """Take from a package what only this tool reads, and the guard, and return the names of what is gone.
 
-    What the texts say about this tool's files goes too; the other files stay as they are, and edits stay. What it
-    shares with other packages it gets for itself.
+    What the texts say about this tool's files goes too; the other files stay as they are, and edits stay. Files of
+    the runtime that it needs come along.
 
     Raises:
         SourceDoesNotParse: if the `__init__.py`, which imports the guard, is not valid Python.
@@ -94,40 +68,63 @@ def eject(folder: Path) -> list[str]:
     for name, (old, new) in changes.items():
         if name in files:
             files[name] = files[name].replace(old.encode("utf-8"), new.encode("utf-8"))
-    if shared.of(folder, lock) is not None:
-        files |= _rooms(folder, lock, files)
+    files |= vendored(folder, lock, files)
     left = unguarded(files, folder)
-    _replace(folder, lock, left, keeps_sharing=False)
+    _replace(folder, lock, left, keeps_lock=False)
     return [LOCK_NAME, f"{KEPT}/", *sorted(files.keys() - left.keys())]
 
 
-def _rooms(folder: Path, lock: Lock, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files of the shared runtime that the files of a package import, and a `runtime/__init__.py`.
+def vendor_runtime(folder: Path) -> list[str]:
+    """Give a package a runtime of its own, and return the names of its files; edits of the package stay.
 
     Raises:
-        SharedRuntimeNotUsable: if they are not there.
+        SourceDoesNotParse: if a file of the package is not valid Python.
     """
-    there = shared.rooms(folder, lock)
-    found: dict[str, bytes] = {}
-    waiting = [data for name, data in files.items() if name.endswith(".py") and name.count("/") < 2]
-    waiting.append(runtime_files.init([Path(name).stem for name in there]).encode("utf-8"))
-    while waiting:
-        for node in ast.walk(ast.parse(waiting.pop())):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-                wanted = {f"{FOLDER}{name}.py" for name in names} & there.keys() - found.keys()
-                found |= {name: there[name] for name in wanted}
-                waiting += [there[name] for name in sorted(wanted)]
-    return {**found, RUNTIME_INIT: runtime_files.init([Path(name).stem for name in found]).encode("utf-8")}
+    lock = read_lock(folder)
+    output.check_links(folder, lock)
+    names = [name for name in lock.files if (folder / name).is_file()]
+    files = {name: (folder / name).read_bytes() for name in names}
+    added = vendored(folder, lock, files)
+    archive = {name: kept.text(folder, name) for name in (INIT, lock.modeling, f"{lock.modeling}{kept.ORIGINAL}")}
+    texts = {name: data for name, data in archive.items() if data is not None}
+    generated = {name: _relative(texts[name]) for name in (INIT, lock.modeling) if name in texts}
+    files |= {**added, kept.ARCHIVE: kept.archive({**texts, **generated})}
+    made = {**generated, **{name: files[name] for name in (*added, kept.ARCHIVE) if name not in generated}}
+    now = replace(
+        lock,
+        options=replace(lock.options, vendored=True),
+        files={**lock.files, **{name: sha256(data) for name, data in made.items()}},
+        syntax={**lock.syntax, **syntax.digests(made)},
+    )
+    files[LOCK_NAME] = now.to_json().encode("utf-8")
+    _replace(folder, lock, files)
+    return sorted(added.keys() - {INIT, lock.modeling})
 
 
-def _replace(folder: Path, lock: Lock, files: Mapping[str, bytes], keeps_sharing: bool = True) -> None:
-    rooms = shared.rooms(folder, lock) if keeps_sharing else {}
+def vendored(folder: Path, lock: Lock, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files of a package that import the runtime, relatively now, and those of the runtime that they need.
+
+    Raises:
+        SourceDoesNotParse: if one is not valid Python.
+    """
+    own = {name: data for name, data in files.items() if name.endswith(".py") and "/" not in name}
+    changed = {name: text for name, data in own.items() if (text := _relative(data)) != data}
+    try:
+        return {**changed, **vendor.files([data.decode("utf-8-sig") for data in {**own, **changed}.values()])}
+    except SyntaxError as error:
+        raise SourceDoesNotParse(folder / lock.modeling, error.lineno or 1, error.msg) from error
+
+
+def _relative(data: bytes) -> bytes:
+    return vendor.relative(data.decode("utf-8")).encode("utf-8")
+
+
+def _replace(folder: Path, lock: Lock, files: Mapping[str, bytes], keeps_lock: bool = True) -> None:
     with swap.alone(folder):
         place = output.prepare(folder, folder.parent / "-", merged=tuple(lock.files), kept=(VERDICT_NAME,))
-        place = place if not keeps_sharing else replace(place, previous=None)
-        with output.stage(place, Package(files, lock, rooms=rooms)) as staged:
-            precheck.check_text(staged.folder, [name for name in (*files, *rooms) if name.endswith(".py")])
+        place = place if keeps_lock else replace(place, previous=None)
+        with output.stage(place, Package(files, lock)) as staged:
+            precheck.check_text(staged.folder, [name for name in files if name.endswith(".py")])
             staged.commit()
 
 
@@ -142,7 +139,7 @@ def _generated(folder: Path, lock: Lock, name: str) -> bytes | None:
         return (folder / whole).read_bytes()
     if inner != name and inner in lock.files and lock.as_generated(folder, inner):
         return (folder / inner).read_bytes()
-    own = rebuild.own_runtime(folder, lock).get(name, b"")
+    own = rebuild.own_runtime(lock).get(name, b"")
     return own if sha256(own) == lock.files[name] else None
 
 

@@ -9,13 +9,12 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.errors import SourceDoesNotParse
+from rewrite.offers import VENDORED
 from rewrite.package.assemble import INIT
 
 _GUARD = m.With(items=[m.WithItem(item=m.Call(func=m.Attribute(attr=m.Name("made_from")) | m.Name("made_from")))])
-_NAMES = {"guard", "upstream", "made_from"}
-_FOLDER = "runtime/origin/"
-_FILES = {"runtime/upstream.py", "runtime/origin.py", "runtime/guard.py", "runtime/definitions.py"}
-"""Of packages too in which a room was a folder, and in which the runtime was one flat folder."""
+_NAMES = {"made_from"}
+_FOLDER = f"{VENDORED}/origin/"
 
 
 def unguarded(files: Mapping[str, bytes], folder: Path) -> dict[str, bytes]:
@@ -24,7 +23,7 @@ def unguarded(files: Mapping[str, bytes], folder: Path) -> dict[str, bytes]:
     Raises:
         SourceDoesNotParse: if the `__init__.py` is not valid Python.
     """
-    left = {name: data for name, data in files.items() if name not in _FILES and not name.startswith(_FOLDER)}
+    left = {name: data for name, data in files.items() if not name.startswith(_FOLDER)}
     if INIT in left:
         try:
             left[INIT] = cst.parse_module(left[INIT]).visit(_Unguarded()).bytes

@@ -9,7 +9,7 @@ from pathlib import Path
 from rewrite.deliver import delivery, verification
 from rewrite.deliver.summary import describe
 from rewrite.errors import ChangedMeanwhile, EditsBroken, EditsNotMerged, OtherTransformers, SitesNotAccepted
-from rewrite.package import original, output, shared, swap
+from rewrite.package import original, output, swap
 from rewrite.package.assemble import KEPT, VERDICT_NAME, Package
 from rewrite.package.lock import Lock, read_lock
 from rewrite.show.console import Screen
@@ -43,14 +43,6 @@ class Wish:
     bisect: bool = True
     """Look for the transform at fault where the verification fails."""
     dry_run: bool = False
-    runtime: Path | None = None
-    """The runtime that the packages are to share; None is the one that each has."""
-    wanted: Sequence[str] = ()
-    """What the runtime is to have from now on, keys of `features.FEATURES`."""
-    unwanted: Sequence[str] = ()
-    """What it is to have no longer."""
-    together: Sequence[Path] = ()
-    """The packages that are synced in this run."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,7 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
         verification.require_libraries("verification")
     with screen.working(f"rewriting {folder}"):
         source = rebuild.source_of(folder, lock, wish.given, wish.library)
-        renewed = rebuild.renewed(folder, lock, source, wish.runtime, wish.wanted, wish.unwanted)
+        renewed = rebuild.renewed(folder, lock, source)
     _say(screen, renewed, wish.accepted)
     _show(screen, folder, lock, renewed, wish)
     whole = lock.intact and not wish.resolved and not _damaged(folder, lock, renewed.package)
@@ -96,7 +88,6 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
     if merged.conflicts:
         return _conflict(screen, folder, merged.conflicts, renewed, wish)
     _check_edits(folder, lock, merged.package, source.transformers_root, wish)
-    output.check_shared(folder, renewed.package, wish.replaced, wish.together)
     if wish.dry_run:
         if not wish.views:
             _show_diff(screen, folder, lock, merged.package, wish)
@@ -115,11 +106,6 @@ def _deliver(
     if dropped:
         aside = {output.free_name(folder, name, ".edited"): (folder / name).read_bytes() for name in dropped}
         package = replace(package, files={**package.files, **aside})
-    if package.shared is not None:
-        for name in set(wish.replaced).intersection(output.edited_shared(package.shared)):
-            path = package.shared.folder / Path(name).name
-            aside_name = output.free_name(path.parent, path.name, ".edited")
-            output.write_beside(path.with_name(aside_name), path.read_bytes())
     with swap.alone(folder):
         place = output.prepare(
             folder,
@@ -169,9 +155,6 @@ def _check_edits(folder: Path, lock: Lock, package: Package, root: Path | None, 
 def _damaged(folder: Path, lock: Lock, package: Package) -> bool:
     """Return whether a generated file is missing, or a kept text or a shared file is not as it was generated."""
     missing = any(not (folder / name).is_file() for name in lock.files)
-    together = package.shared
-    if together is not None and together.before is not None:
-        missing |= bool(shared.edited(together.folder, together.before))
     return missing or any(name.startswith(f"{KEPT}/") for name in output.edited_files(folder, lock))
 
 

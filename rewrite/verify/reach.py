@@ -16,7 +16,7 @@ from rewrite.errors import MissingLibrary
 
 from .judging.verdict import Reached
 from .models.counting import counted
-from .models.sides import Source, shared_rooms
+from .models.sides import Source
 
 if TYPE_CHECKING:
     from coverage import Coverage
@@ -45,7 +45,6 @@ class Reach:
         if not wanted or sys.gettrace() is not None or (source.package and source.package.name == "transformers"):
             return cls(())
         files = tuple(sorted(_imported(source.package))) if source.package else (source.path,)
-        files = (*files, *shared_rooms(source))
         try:
             from coverage import Coverage
         except ImportError as error:
@@ -87,12 +86,7 @@ class Reach:
         found = {Path(name).resolve(): count for name, count in counts.items()}
         first = sorted(self.files, key=lambda file: (file != source.path, file))
         top = source.package or source.path.parent
-        return tuple(_reached(_name(file, top), found[file]) for file in first if file in found)
-
-
-def _name(file: Path, top: Path) -> Path:
-    """Return how a file is called: one of a shared runtime as if it lay in the package."""
-    return file.relative_to(top) if file.is_relative_to(top) else Path("runtime") / file.name
+        return tuple(_reached(file.relative_to(top), found[file]) for file in first if file in found)
 
 
 def _imported(package: Path) -> Iterator[Path]:

@@ -11,12 +11,6 @@ from ..cache.preallocated import PreallocatedCache
 from ..core import reading
 from .decode_attention import decode_attention
 
-OFFERS: dict[str, dict[str, str]] = {
-    "attend_step": {
-        "shapes": "[B, H, 1, D] -> [B, 1, H, Dv]",
-    },
-}
-
 
 def attend_step(
     query: Tensor,

@@ -21,8 +21,6 @@ ordinary way, and `explain` counts it.
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -32,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..core import backend, place
+from ..core import backend, tables
 from ..core.tiles import next_power
 
 BACKENDS: dict[str, SDPBackend] = {
@@ -44,7 +42,6 @@ BACKENDS: dict[str, SDPBackend] = {
     "ck": SDPBackend.FLASH_ATTENTION,
 }
 ENVIRONMENT_VARIABLE = backend.ATTENTION_VARIABLE
-TABLE = place.FOLDER / "attention.json"
 
 _ROCM_LIBRARIES = frozenset({"aotriton", "ck"})
 _runs: set[str] = set()
@@ -245,16 +242,13 @@ def _takes(
 # ---- tables ----
 
 
-@functools.cache
+@tables.cached
 def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
-    """Return what the file has, by chip."""
-    found: dict[str, dict[str, dict[str, str]]] = (
-        json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else {}
-    )
-    return found
+    """Return what was measured, by chip."""
+    return tables.read(tables.ATTENTION)
 
 
-@functools.cache
+@tables.cached
 def _table(device: int | None) -> Mapping[str, str]:
     """Return the backends of a card by size, without those that run no more."""
     name = "cpu" if device is None else torch.cuda.get_device_properties(device).name
@@ -270,12 +264,6 @@ def _table(device: int | None) -> Mapping[str, str]:
             backend.count_fallback("attention_backend", f"{chosen}_unavailable")
             found = {size: other for size, other in found.items() if other != chosen}
     return found
-
-
-def forget() -> None:
-    """Read the table anew at the next call."""
-    _tables.cache_clear()
-    _table.cache_clear()
 
 
 def listen(listener: Callable[[Size], None] | None) -> None:

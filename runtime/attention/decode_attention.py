@@ -31,12 +31,6 @@ from ..core.target import FP8_CACHE, ROCM
 from ..core.tiles import attention_key, entry, in_one_turn, next_power
 from .prompt_attention import prompt_attention
 
-OFFERS: dict[str, dict[str, str]] = {
-    "decode_attention": {
-        "shapes": "[B, H, 1, D] -> [B, 1, H Dv]",
-    },
-}
-
 CASES = """
 def attend(model, rows, capacity, *rule):
     query, starts = tensor(rows, model.heads, 1, model.head_dim), int64(rows)

@@ -41,12 +41,6 @@ from .latent_query import HeadDims, Latents, Turn, launch_latent_query
 from .rope_cache import Rotation
 from .rotary import rotary
 
-OFFERS: dict[str, dict[str, str]] = {
-    "latent_attention": {
-        "shapes": "[B, 1, I] -> [B, 1, H V]",
-    },
-}
-
 MOST_RANK = 512
 """Of the latents: a program holds a row of them for 16 heads."""
 MOST_COLUMNS = 256

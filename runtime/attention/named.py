@@ -1,7 +1,4 @@
-"""torch's attention kernels by name: for the process, or for the length of a block.
-
-What can be named is in `backends`, which is there in packages that were made `--with attention`.
-"""
+"""torch's attention kernels by name, which `backends` has: for the process, or for the length of a block."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import contextlib
 from collections.abc import Iterator
 
 from ..core import backend
-from ..core.explain import LeftOut
-from ..core.target import ATTENTION
 from .backends import check
 
 
@@ -22,12 +17,9 @@ def set_attention_backend(name: str | None) -> None:
     Raises:
         ValueError: if `name` is none of these.
         AttentionBackendUnavailable: if it cannot run on this machine.
-        LeftOut: if the package was made without `attention`.
     """
-    if ATTENTION and name not in (None, backend.OWN_ATTENTION):
+    if name not in (None, backend.OWN_ATTENTION):
         check(str(name))
-    elif name not in (None, backend.OWN_ATTENTION):
-        raise LeftOut("attention")
     backend.named_besides["attention"] = name
 
 

@@ -33,19 +33,6 @@ from ..core.target import ATTENTION, ROCM
 from . import backends
 from .named import is_named
 
-OFFERS: dict[str, dict[str, str]] = {
-    "grouped_attention": {
-        "shapes": "[B, H, S, D], [B, Hk, T, D], [B, Hk, T, Dv] -> [B, H, S, Dv]",
-    },
-    "grouped_matmul": {
-        "shapes": "[B, H, S, K], [B, Hk, K, M] -> [B, H, S, M]",
-    },
-    "native_gqa": {
-        "shapes": "an attention function of transformers -> one",
-        "step": "attention.decode_attention",
-    },
-}
-
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 FOLD_LENGTH = 64

@@ -40,16 +40,6 @@ from .qkv_rows import form_for_rows, launch_qkv_rows
 from .rope_cache import Rotation, rope_cache, turning, writable
 from .rotary import rotary
 
-OFFERS: dict[str, dict[str, str]] = {
-    "qkv_step": {
-        "shapes": "[B, 1, I] -> [B, H, 1, D]",
-        "fp8": "fp8.fp8_qkv_step",
-    },
-    "projected_step": {
-        "shapes": "[B, 1, (H + 2 Hk) D] -> [B, H, 1, D]",
-    },
-}
-
 CASES = """
 def qkv(model, columns, norm=prologue, **form):
     weight = tensor((model.heads + 2 * model.kv_heads) * model.head_dim, model.hidden_size)

@@ -24,17 +24,6 @@ from ..core import backend, rows
 from ..core.launch import WAVE, grid, overlaps
 from ..core.target import TRAINING
 
-OFFERS: dict[str, dict[str, str]] = {
-    "rotary": {
-        "shapes": "[B, H, S, D], [B, Hk, S, D] -> the same",
-        "step": "attention.qkv_step",
-    },
-    "rotary_single": {
-        "shapes": "[B, H, S, D] -> [B, H, S, D]",
-        "step": "attention.qkv_step",
-    },
-}
-
 CASES = """
 def rotate(model, columns, table=None, **form):
     packed = tensor(1, PROMPT, model.heads + model.kv_heads, model.head_dim).transpose(1, 2)

@@ -19,12 +19,6 @@ from ..cache.preallocated import PreallocatedCache
 from ..core import backend, reading
 from ..core.launch import WAVE, Kernel, grid, overlaps
 
-OFFERS: dict[str, dict[str, str]] = {
-    "rotary_rows": {
-        "shapes": "[B, n] -> 2 × [B, n, R]",
-    },
-}
-
 CASES = """
 case("8B", _op, int64(1, 1), tensor(CONTEXT, 128), tensor(CONTEXT, 128))
 """

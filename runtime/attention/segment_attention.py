@@ -29,15 +29,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..core import backend
 from .native_gqa import native_gqa
 
-OFFERS: dict[str, dict[str, str]] = {
-    "segment_attention": {
-        "shapes": "[1, H, S, D], [1, Hk, S, D], [1, Hk, S, Dv] -> [1, S, H, Dv]",
-    },
-    "segment_attention_weights": {
-        "shapes": "[1, H, S, D], [1, Hk, S, D], [1, Hk, S, Dv] -> [1, S, H, Dv], a list",
-    },
-}
-
 MOST_ROWS = 65_535
 """Segments of one call: a grid of a CUDA kernel has no more in its second and third dimension."""
 

@@ -15,8 +15,6 @@ from .layers import INDEXED, IndexedLayer, PreallocatedLayer
 if TYPE_CHECKING:
     from .preallocated import PreallocatedCache
 
-OFFERS: dict[str, dict[str, str]] = {}
-
 
 if states.LAYER is not None:
 

@@ -29,8 +29,6 @@ from .layers import CacheFull, PreallocatedLayer
 if TYPE_CHECKING:
     from .preallocated import PreallocatedCache
 
-OFFERS: dict[str, dict[str, str]] = {}
-
 CASES = """
 def keep(model, tokens):
     new = [tensor(1, tokens, model.kv_heads, model.head_dim).transpose(1, 2) for _ in range(2)]

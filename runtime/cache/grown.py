@@ -18,10 +18,6 @@ from .layers import CacheFull, PreallocatedLayer
 if TYPE_CHECKING:
     from .preallocated import PreallocatedCache
 
-OFFERS: dict[str, dict[str, str]] = {
-    "grows_in_layers": {},
-}
-
 _Class = TypeVar("_Class")
 _Grown = Mapping[str, tuple[str, int]]
 _KNOWN: dict[type, _Grown] = {}

@@ -6,10 +6,6 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from .preallocated import PreallocatedCache
 
-OFFERS: dict[str, dict[str, str]] = {
-    "key_length": {},
-}
-
 
 def key_length(past_key_values: object, past_length: int, query_length: int) -> int:
     """Return `past_length + query_length`; in a step of a `PreallocatedCache`, where nobody knows it, the capacity.

@@ -23,8 +23,6 @@ from .token import write_token
 if TYPE_CHECKING:
     from .preallocated import PreallocatedCache
 
-OFFERS: dict[str, dict[str, str]] = {}
-
 INDEXED: Any = getattr(cache_utils, "DynamicIndexedLayer", None)
 """transformers' growing layer with an indexer's keys; the first releases have none."""
 

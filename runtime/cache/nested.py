@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-OFFERS: dict[str, dict[str, str]] = {}
-
 _PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)
 _OF_THE_LOOP = ("_is_user_defined",)
 """What transformers' loop notes on the caches that it is given."""

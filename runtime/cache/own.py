@@ -18,10 +18,6 @@ from .layers import PreallocatedLayer
 from .nested import _OF_THE_LOOP, Nested, UnknownState
 from .preallocated import PreallocatedCache
 
-OFFERS: dict[str, dict[str, str]] = {
-    "keeps_own_cache": {},
-}
-
 _Class = TypeVar("_Class")
 _MAY_DIFFER = frozenset({
     "__init__", "__len__", "__repr__", "__annotate__", "__annotate_func__", "batch_repeat_interleave",

@@ -27,12 +27,6 @@ from . import states
 from .alike import layer_like
 from .layers import PreallocatedLayer
 
-OFFERS: dict[str, dict[str, str]] = {
-    "PreallocatedCache": {},
-    "decodes": {},
-    "needs_no_mask": {},
-}
-
 
 class PreallocatedCache(Cache):
     """A cache of fixed capacity and fixed addresses.

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
-OFFERS: dict[str, dict[str, str]] = {}
-
 _KINDS = ("conv", "recurrent")
 LAYER: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 """transformers' layer of states; the first releases have none, and models keep their states in caches of their own."""

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
-import torch
 from torch import nn
 
-from . import backend, place, target
-
-NOT_FOR_AMD = (
-    "this GPU is AMD's, and the package was made for CUDA: aiter and the settings of ROCm's libraries did not come "
-    "along (rewrite MODEL --out DIR --target rocm)"
-)
-
-LEFT_OUT = "_left_out"
-"""How the reasons end that a package without what it is named after has."""
-
-
-class LeftOut(RuntimeError):
-    """Something was asked for that comes along on request."""
-
-    def __init__(self, feature: str):
-        super().__init__(f"{feature} did not come along: rewrite sync {place.FOLDER.name} --with {feature}")
+from . import backend, place
+from .lock import read_lock
 
 
 @dataclass(frozen=True)
@@ -45,8 +30,6 @@ class Explanation:
     """What is kept for the model: the decode graphs of `generate()`, copies in 8 bits, who multiplies."""
     decode_loops: dict[str, str] = field(default_factory=dict)
     """Whether `generate()` of the model's class, or of every class, can take the decode loop, and why not."""
-    missing: list[str] = field(default_factory=list)
-    """What a package made for this machine's GPUs, or with what was called for, would have besides."""
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend}"]
@@ -55,8 +38,7 @@ class Explanation:
         lines += [f"{name}: decode loop: {said}" for name, said in self.decode_loops.items()]
         lines += self.graphs
         slow = any(said != "yes" for said in self.decode_loops.values())
-        lines += self.missing
-        if not self.fallbacks and not self.modules and not self.missing and not slow:
+        if not self.fallbacks and not self.modules and not slow:
             lines.append("every operator took its fast form")
         return "\n".join(lines)
 
@@ -75,35 +57,26 @@ def _alike(modules: dict[str, str]) -> list[str]:
 def explain(model: nn.Module | None = None) -> Explanation:
     """Return every fallback of this package's operators, and the modules of `model` that they happened at."""
     counts = {f"{operator}: {reason}": count for (operator, reason), count in backend.fallbacks().items()}
-    loops = decode_loops()
-    missing = [NOT_FOR_AMD] if torch.version.hip is not None and not target.ROCM else []
-    features = {name.removesuffix(LEFT_OUT) for _, name in backend.fallbacks() if name.endswith(LEFT_OUT)}
-    missing += sorted(str(LeftOut(feature)) for feature in features)
     if model is None:
-        return Explanation(backend.get_backend(), counts, decode_loops=loops, missing=missing)
+        return Explanation(backend.get_backend(), counts)
     graphs = [line for describe in _describers() for line in describe(model)]
-    return Explanation(
-        backend.get_backend(), counts, backend.last_reasons(model), graphs, _of_model(model, loops), missing
-    )
+    return Explanation(backend.get_backend(), counts, backend.last_reasons(model), graphs, _of_model(model))
 
 
-def decode_loops() -> dict[str, str]:
-    """Return what the lock of this package says of every class that generates; nothing where none can be read."""
-    path = place.FOLDER / "rewrite.lock"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError:  # conflict markers: then the class is asked
-        return {}
-    said = data.get("decode_loops") if isinstance(data, dict) else None
+def decode_loops(module: str) -> dict[str, str]:
+    """Return what the lock beside a modeling file says of its classes that generate; nothing where none can be read."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    said = read_lock(Path(file).parent).get("decode_loops") if file else None
     return {str(name): str(text) for name, text in said.items()} if isinstance(said, dict) else {}
 
 
-def _of_model(model: nn.Module, loops: dict[str, str]) -> dict[str, str]:
-    """Return it of the first class of this package in a model, which something may be wrapped around."""
+def _of_model(model: nn.Module) -> dict[str, str]:
+    """Return it of the first class of a package in a model, which something may be wrapped around."""
     for module in model.modules():
-        lineage = [kind for kind in type(module).__mro__ if kind.__module__.startswith(place.PACKAGE + ".")]
-        if (name := next((kind.__name__ for kind in lineage if kind.__name__ in loops), None)) is not None:
-            return {name: loops[name]}
+        for kind in type(module).__mro__:
+            if kind.__name__ in (loops := decode_loops(kind.__module__)):
+                return {kind.__name__: loops[kind.__name__]}
+        lineage = [kind for kind in type(module).__mro__ if kind.__module__.startswith(f"{place.ROOT}.")]
         if lineage and hasattr(module, "generate"):
             has_one = any(kind.__name__.endswith("GraphGeneration") for kind in lineage)
             return {type(module).__name__: "yes" if has_one else "no: the class generates as transformers does"}
@@ -112,7 +85,7 @@ def _of_model(model: nn.Module, loops: dict[str, str]) -> dict[str, str]:
 
 def _describers() -> Iterator[Callable[[nn.Module], list[str]]]:
     """Yield the function `describe` of every file of this runtime that has one and is in use."""
-    for name in sorted(name for name in sys.modules if name.startswith(place.MODULES)):
+    for name in sorted(name for name in sys.modules if name.startswith(f"{place.ROOT}.")):
         describe = vars(sys.modules[name]).get("describe")
         if callable(describe) and describe.__module__ == name:
             yield describe

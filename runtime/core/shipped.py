@@ -1,4 +1,4 @@
-"""Kernels that `rewrite compile` has compiled ahead of time, in `kernels/` beside the modeling file.
+"""Kernels that `rewrite compile` has compiled ahead of time, in `kernels/` of the user's cache or of a package.
 
 There is a folder for each chip, version of Triton and of Python (`sm_90-triton-3.6.0-cpython-312`), in the form of
 Triton's own cache on disk. Before a process compiles its first kernel they are copied to that cache, where they are
@@ -8,7 +8,6 @@ make differently is not found, and is compiled.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -17,9 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from . import place
+from . import tables
 
-FOLDER = place.FOLDER / "kernels"
 GROUP = "__grp__"
 """Begins the name of the file by which Triton knows the others, by their whole paths."""
 
@@ -63,23 +61,25 @@ def _copy_file(source: Path, to: Path) -> None:
         raise
 
 
-@functools.cache
+@tables.cached
 def use(arch: str) -> str:
     """Let Triton find the kernels for a chip (`sm_90`), once a process; return what became of them, "" for none."""
-    if not FOLDER.is_dir():
+    kept = [place for folder in tables.folders() if (place := folder / tables.KERNELS).is_dir()]
+    if not kept:
         return ""
     knobs, version = _triton()
-    folder = FOLDER / name_for(arch, version)
-    if not folder.is_dir():
-        there = ", ".join(sorted(path.name for path in FOLDER.iterdir())) or "none"
-        return f"kernels compiled ahead: {there}; not used, since this is {folder.name}"
+    name = name_for(arch, version)
+    found = [place / name for place in kept if (place / name).is_dir()]
+    if not found:
+        there = ", ".join(sorted({path.name for place in kept for path in place.iterdir()})) or "none"
+        return f"kernels compiled ahead: {there}; not used, since this is {name}"
     if knobs.cache.manager_class is not None:
-        return f"kernels compiled ahead: {folder.name}, not used: Triton's cache is not on this disk"
+        return f"kernels compiled ahead: {name}, not used: Triton's cache is not on this disk"
     try:
-        new = copy(folder, Path(knobs.cache.dir))
+        new = sum(copy(folder, Path(knobs.cache.dir)) for folder in found)
     except OSError as error:
-        return f"kernels compiled ahead: {folder.name}, not used: {error}"
-    return f"kernels compiled ahead: {folder.name}, {new} of them new to Triton's cache"
+        return f"kernels compiled ahead: {name}, not used: {error}"
+    return f"kernels compiled ahead: {name}, {new} of them new to Triton's cache"
 
 
 def _triton() -> tuple[Any, str]:

@@ -7,8 +7,8 @@ An entry of the tables is one of
     the fields of `decode_attention.Split`
     None (`null`)                          torch's own product, with norm, activation and residual as operators
 
-`MEASURED` holds what `rewrite tune` found, by chip and key. `tuned.json` beside the package's modeling file, which
-`rewrite tune DIR` writes, has the same form and goes first:
+`MEASURED` holds what `rewrite tune` found, by chip and key. `tuned.json` (`tables`), which `rewrite tune DIR` writes,
+has the same form and goes first:
 
     {"NVIDIA H100 80GB HBM3": {"linear 2048x8192x2": [4, 2048, 8], "gated 8192x2048x2": null, …}, …}
 
@@ -18,12 +18,11 @@ A chip's name is `torch.cuda.get_device_properties(device).name`.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping
 
 import torch
 
-from . import place
+from . import tables
 from .launch import HIP, WAVE, Target, processors, shared_memory
 
 STAGES = 2 if HIP else 5
@@ -44,8 +43,6 @@ The compiler of Triton 3.9 loads all tiles of a program before it multiplies the
 
 Tile = tuple[int, ...]
 Entry = tuple[int, ...] | None
-
-TUNED = place.FOLDER / "tuned.json"
 
 MEASURED: dict[str, dict[str, Entry]] = {
     # torch 2.11, triton 3.6. Skinny products with 8-bit weights by bench/gemm.py, the sizes of a Llama of 8B; the
@@ -323,21 +320,15 @@ def _skinny_rule(rows: int, cols: int, element_size: int, processors: int) -> Ti
     return block_rows, block_cols, 4, max(1, splits), STAGES
 
 
-@functools.cache
+@tables.cached
 def _table(device: int | None) -> dict[str, Entry]:
     if device is None:
         return {}
     chip = torch.cuda.get_device_properties(device).name
     table = dict(MEASURED.get(chip, {}))
-    if TUNED.is_file():
-        measured = json.loads(TUNED.read_text(encoding="utf-8")).get(chip, {})
-        table.update({name: None if found is None else tuple(map(int, found)) for name, found in measured.items()})
+    measured = tables.read(tables.TUNED).get(chip, {})
+    table.update({name: None if found is None else tuple(map(int, found)) for name, found in measured.items()})
     return table
-
-
-def forget() -> None:
-    """Read the tables anew at the next call, after `tuned.json` has changed."""
-    _table.cache_clear()
 
 
 def try_out(entries: Mapping[str, Entry]) -> None:

@@ -25,8 +25,6 @@ from .lookup import look_up
 from .proof import distance
 from .sampling import NO_END, StepState
 
-OFFERS: dict[str, dict[str, str]] = {}
-
 CASES = """
 from .sampling import StepState
 

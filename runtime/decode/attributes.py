@@ -19,8 +19,6 @@ from transformers import PretrainedConfig
 from ..core.snapshot import REGISTRIES
 from ..core.target import CHANGES
 
-OFFERS: dict[str, dict[str, str]] = {}
-
 _PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 

@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from ..core import backend, place
-from ..core.target import FP8_CACHE
-
-OFFERS: dict[str, dict[str, str]] = {}
+from ..core import backend
 
 FP8 = "fp8"
 ENVIRONMENT_VARIABLE = backend.CACHE_VARIABLE
-
-
-class CacheFormatLeftOut(RuntimeError):
-    """A format of keys and values was asked for in a package that was made without it."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "this package was made without keys and values in 8 bits: "
-            f"rewrite sync {place.FOLDER.name} --with fp8_cache"
-        )
 
 
 def set_cache_format(name: str | None) -> None:
@@ -26,11 +13,8 @@ def set_cache_format(name: str | None) -> None:
 
     Raises:
         ValueError: if `name` is neither.
-        CacheFormatLeftOut: if the package was made without.
     """
-    if _checked(name) is not None and not FP8_CACHE:
-        raise CacheFormatLeftOut
-    backend.named_besides["cache"] = name
+    backend.named_besides["cache"] = _checked(name)
 
 
 def get_cache_format() -> str | None:

@@ -28,11 +28,6 @@ from ..core.target import CARRIED
 if TYPE_CHECKING:
     from ..cache.preallocated import PreallocatedCache
 
-OFFERS: dict[str, dict[str, str]] = {
-    "keeps_states": {},
-    "hands_on_states": {},
-}
-
 _Class = TypeVar("_Class")
 _Held = TypeVar("_Held")
 

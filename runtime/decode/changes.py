@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from ..core.snapshot import REGISTRIES, Snapshot, copied, parts
 
-OFFERS: dict[str, dict[str, str]] = {}
-
 _NOTHING = object()
 _KNOWN = (Tensor, bool, int, float, str, NoneType, torch.dtype, torch.device)
 

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-OFFERS: dict[str, dict[str, str]] = {}
-
 LARGEST = 4 << 20
 """Bytes of one result; a larger one is worth no memory."""
 BUDGET = 64 << 20

@@ -31,11 +31,6 @@ from .policy import policy_of
 from .sampling import MOST_DRAFTS, Lookup
 from .spread import is_spread
 
-OFFERS: dict[str, dict[str, str]] = {
-    "recomputes_at_switch": {},
-    "within_window": {},
-}
-
 MOST_DRAFTED_ROWS = 8
 """Rows for which tokens are drafted: of more, a step of several tokens is bound by arithmetic. Not measured."""
 MOST_ASSISTED = 5

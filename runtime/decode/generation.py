@@ -32,12 +32,6 @@ from .policy import GraphPolicy
 from .sampling import Lookup
 from .spread import plain_inside
 
-OFFERS: dict[str, dict[str, str]] = {
-    "GraphGeneration": {
-        "fp8_class": "fp8.Fp8GraphGeneration",
-    },
-}
-
 
 class GraphGeneration(GenerationMixin):
     """Generation through a decode graph where that gives the same as transformers' own loop."""

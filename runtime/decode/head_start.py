@@ -25,8 +25,6 @@ from .sampling import Sampling
 if TYPE_CHECKING:
     from .graph import DecodeGraph
 
-OFFERS: dict[str, dict[str, str]] = {}
-
 
 class PlainStep:
     """A step as `Program` has it, by the model's ordinary forward in torch's own operators.

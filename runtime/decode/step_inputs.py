@@ -21,8 +21,6 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderD
 from .carried import argument_of_states
 from .fitness import Unfit
 
-OFFERS: dict[str, dict[str, str]] = {}
-
 TOKENS = ("input_ids", "decoder_input_ids")
 _HOST = (bool, int, float, str, torch.dtype, torch.device, type(None))
 

@@ -23,8 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..products.put_off import ASKS
 
-OFFERS: dict[str, dict[str, str]] = {}
-
 _TENSORS = (Tensor, nn.Parameter)
 _ADDS = {"__add__", "__radd__", "add"}
 _SUBTRACTS = {"__sub__", "sub"}

@@ -25,8 +25,6 @@ from .graph import Program
 from .lookup import look_up
 from .sampling import Sampling, StepState, select
 
-OFFERS: dict[str, dict[str, str]] = {}
-
 
 class Window(Program):
     """One graph of such a step and of what drafts for the next one; `logits` and `scores` are `[B, n, V]`."""

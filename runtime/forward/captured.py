@@ -37,10 +37,6 @@ from .structure import NotUnderstood, form_of
 from .switch import get_forward_graphs, get_ragged_batches
 from .trial import attempt
 
-OFFERS: dict[str, dict[str, str]] = {
-    "CapturedForward": {},
-}
-
 
 class _Thread(threading.local):
     captures: bool = False

@@ -26,12 +26,6 @@ from ..products.prologue import prologue_of
 from .rows import converts, empty_rows, remember
 from .step import MOST_ROWS
 
-OFFERS: dict[str, dict[str, str]] = {
-    "fp8_add_norm": {
-        "shapes": "[N, H], [N, H] -> ([N, H], [N, H])",
-    },
-}
-
 CASES = """
 def normed(size):
     return _op(tensor(PROMPT, size), tensor(PROMPT, size), tensor(size), EPS, 0.0, False)

@@ -8,10 +8,6 @@ from ..decode.generation import GraphGeneration
 from ..decode.policy import GraphPolicy
 from .weights import refresh
 
-OFFERS: dict[str, dict[str, str]] = {
-    "Fp8GraphGeneration": {},
-}
-
 
 class Fp8GraphGeneration(GraphGeneration):
     """`GraphGeneration` that knows how products in 8 bits round, and keeps the copies of weights up to date.

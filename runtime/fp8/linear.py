@@ -33,21 +33,6 @@ from .rows import quantized_rows
 from .step import MOST_ROWS, few_rows, gated
 from .weights import quantized
 
-OFFERS: dict[str, dict[str, str]] = {
-    "fp8_gated_linear": {
-        "shapes": "[N, I] -> [N, O]",
-    },
-    "fp8_gated_product": {
-        "shapes": "[N, I], [N, I] -> [N, O]",
-    },
-    "fp8_linear": {
-        "shapes": "[N, I] -> [N, O]",
-    },
-    "fp8_packed_linear": {
-        "shapes": "[N, I] -> ([N, O_i], …)",
-    },
-}
-
 
 def fp8_linear(
     input: Tensor, projection: nn.Module, *, norm: nn.Module | None = None, residual: Tensor | None = None

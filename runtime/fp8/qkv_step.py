@@ -16,12 +16,6 @@ from ..core.reading import refuse
 from .linear import fp8_affine
 from .weights import quantized
 
-OFFERS: dict[str, dict[str, str]] = {
-    "fp8_qkv_step": {
-        "shapes": "[B, 1, I] -> [B, H, 1, D]",
-    },
-}
-
 
 def fp8_qkv_step(
     hidden_states: Tensor,

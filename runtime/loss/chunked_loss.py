@@ -25,21 +25,6 @@ from ..products.linear import linear
 from .cross_entropy import total_loss
 from .deferred_logits import DeferredLogits, plain
 
-OFFERS: dict[str, dict[str, str]] = {
-    "head_logits": {
-        "computes": """
-def head_logits(model, hidden_states, head, labels):
-    return head(hidden_states)
-""",
-    },
-    "chunked_loss": {
-        "computes": """
-def chunked_loss(loss_function, *arguments, **keywords):
-    return loss_function(*arguments, **keywords)
-""",
-    },
-}
-
 ENVIRONMENT_VARIABLE = "REWRITE_CHUNKED_LOSS"
 SHIFTED = loss_utils.ForCausalLMLoss
 """Compares each token with the label after it."""

@@ -17,12 +17,6 @@ from ..core.overwriting import steps
 from ..core.rows import KERNEL_DTYPES
 from ..products.gated_activation import activation_kind
 
-OFFERS: dict[str, dict[str, str]] = {
-    "conv_step": {
-        "shapes": "[B, C, n], [B, C, W] -> [B, C, n]",
-    },
-}
-
 CASES = """
 case("Qwen3.5 2B", conv_step, tensor(1, 6144, 1), tensor(1, 6144, 4), tensor(6144, 4), None, "silu")
 case("LFM2 1.2B", conv_step, tensor(1, 2048, 1), tensor(1, 2048, 3), tensor(2048, 3))

@@ -14,12 +14,6 @@ from ..core.launch import WAVE, Kernel, overlaps
 from ..core.overwriting import overwrites, steps
 from ..core.rows import KERNEL_DTYPES
 
-OFFERS: dict[str, dict[str, str]] = {
-    "delta_rule_step": {
-        "shapes": "2 × [B, n, Hk, D], [B, n, Hv, Dv], 2 × [B, n, Hv] -> [B, n, Hv, Dv], [B, Hv, D, Dv]",
-    },
-}
-
 CASES = """
 def rule(key_heads, value_heads):
     keys, values = tensor(1, 1, key_heads, 128), tensor(1, 1, value_heads, 128)

@@ -18,12 +18,6 @@ from ..core.launch import WAVE, Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES, collapse, tile
 from ..products.gated_activation import activation_kind
 
-OFFERS: dict[str, dict[str, str]] = {
-    "gated_norm": {
-        "shapes": "2 × [N, H], [H] -> [N, H]",
-    },
-}
-
 CASES = """
 def of_heads(rows, heads, size):
     packed = tensor(rows, 4 * heads * size)[:, : heads * size].reshape(rows * heads, size)

@@ -13,12 +13,6 @@ from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES, collapse
 
-OFFERS: dict[str, dict[str, str]] = {
-    "log_decay": {
-        "shapes": "[N, H], 2 × [H] -> [N, H]",
-    },
-}
-
 CASES = """
 case("Qwen3.5 2B", log_decay, tensor(1, 1, 32)[..., 16:], tensor(16), tensor(16))
 """

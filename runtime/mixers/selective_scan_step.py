@@ -12,12 +12,6 @@ from torch.nn import functional as F
 
 from .state_space_step import Inputs, fits, launch
 
-OFFERS: dict[str, dict[str, str]] = {
-    "selective_scan_step": {
-        "shapes": "[B, P, N], [B, P] -> [B, P]",
-    },
-}
-
 CASES = """
 def step(channels, size):
     x, a, b = tensor(1, channels), tensor(channels, size, dtype=torch.float32), tensor(1, size)

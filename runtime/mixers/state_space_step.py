@@ -17,12 +17,6 @@ from ..core.launch import WAVE, Kernel, overlaps
 from ..core.overwriting import steps
 from ..core.rows import KERNEL_DTYPES
 
-OFFERS: dict[str, dict[str, str]] = {
-    "state_space_step": {
-        "shapes": "[B, H, P, N], [B, H, P] -> [B, H, P]",
-    },
-}
-
 CASES = """
 def step(heads, channels, size, gated=False):
     a = tensor(heads, 1, 1, dtype=torch.float32).expand(heads, channels, size)

@@ -13,12 +13,6 @@ from ..core import backend
 from .experts import fused_experts, unsafe
 from .form import form_of, gating
 
-OFFERS: dict[str, dict[str, str]] = {
-    "chosen_experts": {
-        "shapes": "[E N, H] -> [E N, H]",
-    },
-}
-
 
 def chosen_experts(inputs: Tensor, experts: nn.Module, scores: Tensor, top_k: int) -> Tensor:
     """Return `experts(inputs)`, computed of the rows that are not zero where there are few tokens.

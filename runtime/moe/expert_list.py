@@ -19,13 +19,6 @@ from .experts import MAX_TOKENS, _op, _sorting_pays
 from .form import ExpertsForm, Gating, gating
 from .joined_experts import are_joined
 
-OFFERS: dict[str, dict[str, str]] = {
-    "ExpertParts": {},
-    "add_experts": {
-        "shapes": "[…, H], […, H] -> bool",
-    },
-}
-
 REASONS = {
     "form": "an expert is of another class than the one whose form was read, or says none",
     "observed": "a hook, a wrapped forward or a parametrisation watches an expert",

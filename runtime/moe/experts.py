@@ -33,12 +33,6 @@ from .trained import fits as fits_training
 from .trained import trained_experts
 from .transposed import launch_transposed
 
-OFFERS: dict[str, dict[str, str]] = {
-    "fused_experts": {
-        "shapes": "[…, H] -> […, H]",
-    },
-}
-
 CASES = """
 def run(sizes, form=None):
     x, chosen = tensor(1, 1, sizes.hidden_size), int64(1, sizes.top_k)

@@ -16,10 +16,6 @@ from ..core import backend
 from ..products.gated_activation import _REFERENCE as ACTIVATIONS
 from ..products.gated_activation import activation_kind
 
-OFFERS: dict[str, dict[str, str]] = {
-    "ExpertsForm": {},
-}
-
 if backend.triton_installed():
     import triton
     import triton.language as tl

@@ -24,7 +24,7 @@ from ..products.own_sums import ROWS
 from .form import Gating
 
 CASES = """
-from rewrite.runtime.core.launch import HIP
+from hf_rewrite_runtime.core.launch import HIP
 
 if not HIP:
     def few(sizes, top_k):

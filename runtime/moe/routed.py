@@ -13,11 +13,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-OFFERS: dict[str, dict[str, str]] = {
-    "routed": {},
-    "select": {},
-}
-
 MOST_CAPTURED = 1024
 """Pairs of a token and an expert, each some kernels of its own, that a graph is to hold."""
 

@@ -28,13 +28,6 @@ from ..products.prologue import Prologue, prologue_of
 from .by_aiter import selection_by_aiter
 from .selection import RoutingRule, groups_fit, launch_selection, select_experts
 
-OFFERS: dict[str, dict[str, str]] = {
-    "RoutingRule": {},
-    "router": {
-        "shapes": "[N, H] -> what the file's router returns",
-    },
-}
-
 CASES = """
 def route(sizes, corrected, groups=1):
     return router(tensor(1, 1, sizes.hidden_size), Gate(sizes, corrected, groups), norm=Norm(sizes.hidden_size))

@@ -13,18 +13,6 @@ from .add_layer_norm import add_layer_norm
 from .add_rms_norm import add_rms_norm
 from .torch_rms_norm import torch_rms_norm
 
-OFFERS: dict[str, dict[str, str]] = {
-    "add_norm": {
-        "shapes": "[N, H], [N, H] -> ([N, H], [N, H])",
-        "computes": """
-def add_norm(hidden_states, residual, norm):
-    summed = residual + hidden_states
-    return norm(summed), summed
-""",
-        "fp8_rows": "fp8.fp8_add_norm",
-    },
-}
-
 
 def add_norm(
     hidden_states: torch.Tensor, residual: torch.Tensor, norm: nn.Module

@@ -22,12 +22,6 @@ from .rms_norm import refusal as norm_refusal
 from .rms_norm_backward import refusal as backward_refusal
 from .rms_norm_backward import rms_norm_backward
 
-OFFERS: dict[str, dict[str, str]] = {
-    "add_rms_norm": {
-        "shapes": "[N, H], [N, H] -> ([N, H], [N, H])",
-    },
-}
-
 CASES = """
 def added(size, **rounding):
     return add_rms_norm(tensor(1, size), tensor(1, size), tensor(size), EPS, **rounding)

@@ -20,12 +20,6 @@ from ..core.target import ROCM, TRAINING
 from .layer_norm_backward import layer_norm_backward
 from .layer_norm_backward import refusal as backward_refusal
 
-OFFERS: dict[str, dict[str, str]] = {
-    "layer_norm": {
-        "shapes": "[N, H] -> [N, H]",
-    },
-}
-
 CASES = """
 case("4096 columns", layer_norm, tensor(1, 4096), tensor(4096), None, EPS)
 """

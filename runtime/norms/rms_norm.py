@@ -24,12 +24,6 @@ from ..core.target import ROCM, TRAINING
 from .rms_norm_backward import refusal as backward_refusal
 from .rms_norm_backward import rms_norm_backward
 
-OFFERS: dict[str, dict[str, str]] = {
-    "rms_norm": {
-        "shapes": "[N, H] -> [N, H]",
-    },
-}
-
 CASES = """
 def of_heads(model):
     packed = tensor(1, PROMPT, model.heads + 2 * model.kv_heads, model.head_dim)

@@ -5,10 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-OFFERS: dict[str, dict[str, str]] = {
-    "torch_rms_norm": {},
-}
-
 _FORWARD = nn.RMSNorm.forward
 
 

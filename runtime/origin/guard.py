@@ -11,12 +11,15 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 import transformers
 
+from .. import __version__
+from ..core import tables
+from ..core.lock import read_lock
 from . import fingerprints
 
 ENVIRONMENT_VARIABLE = "REWRITE_GUARD"
@@ -42,30 +45,31 @@ class TransformersChanged(UserWarning):
     """What the package takes from transformers is not as it was when the package was made."""
 
 
+class RuntimeMoved(UserWarning):
+    """The installed runtime is of another minor version than the one that the package was made with."""
+
+
 @contextlib.contextmanager
-def made_from(
-    *,
-    package: str,
-    version: str,
-    command: str,
-    called: Mapping[str, Sequence[str]] | None = None,
-    imported: Mapping[str, str] | None = None,
-) -> Iterator[None]:
+def made_from(package: str) -> Iterator[None]:
     """Turn a failing import inside the block into one clear error, then compare what is imported with what it was.
+
+    What the package was made from stands in the `rewrite.lock` beside it; one without is not looked at.
 
     Args:
         package: name of the rewritten package.
-        version: of transformers when the package was made.
-        command: makes the package anew.
-        called: functions of transformers that the package calls, with the keywords that it gives.
-        imported: fingerprints of what it imports from transformers (`fingerprints.changes`).
 
     Raises:
         TransformersMoved: if a name imported in the block is gone, or a function no longer takes what it is given;
             with `REWRITE_GUARD=strict` also for any other change.
+        ImportError: with `REWRITE_GUARD=strict`, if the installed runtime is of another minor version.
         ValueError: if `REWRITE_GUARD` is nothing that it may be.
     """
     mode = _mode()
+    folder = Path(str(sys.modules[package].__file__)).parent
+    command = f"rewrite sync {folder.name}"
+    lock = read_lock(folder)
+    source, taken, made_with = lock.get("source", {}), lock.get("guard", {}), lock.get("runtime", {})
+    version = source.get("transformers") or ""
     try:
         with _without_complaints(package):
             yield
@@ -73,12 +77,17 @@ def made_from(
         if not (error.name or "").startswith("transformers"):
             raise
         raise TransformersMoved(package, version, str(error), command) from error
-    if mode == OFF or not _may_differ(version):
+    tables.ship(folder)
+    if mode == OFF:
         return
+    _compare_runtime(package, made_with.get("version"), command, mode)
+    if not _may_differ(version):
+        return
+    imported, called = taken.get("imported", {}), taken.get("called", {})
     files = fingerprints.Files(Path(transformers.__file__).parent)
-    for problem in fingerprints.misfits(files, imported or {}, called or {}):
+    for problem in fingerprints.misfits(files, imported, called):
         raise TransformersMoved(package, version, problem, command)
-    if changed := fingerprints.changes(files, imported or {}, _moved):
+    if changed := fingerprints.changes(files, imported, _moved):
         what = _said(changed)
         if mode == STRICT:
             raise TransformersMoved(package, version, what, command)
@@ -89,6 +98,18 @@ def made_from(
             TransformersChanged,
             stacklevel=4,  # the line that imports the package
         )
+
+
+def _compare_runtime(package: str, version: str | None, command: str, mode: str) -> None:
+    if version is None or version.split(".")[:2] == __version__.split(".")[:2]:
+        return
+    said = (
+        f"{package} was made with hf-rewrite-runtime {version}, and {__version__} is installed: {command} makes it "
+        f"anew, pip install 'hf-rewrite-runtime~={version}' goes back"
+    )
+    if mode == STRICT:
+        raise ImportError(said)
+    warnings.warn(said, RuntimeMoved, stacklevel=5)
 
 
 class _Sieve:

@@ -10,10 +10,6 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-OFFERS: dict[str, dict[str, str]] = {
-    "from_config": {},
-}
-
 
 def register(module: ModuleType) -> list[str]:
     """Make every Auto class that would build a model of the original file build the one in `module` instead.

@@ -12,10 +12,6 @@ from transformers import PreTrainedConfig
 
 from ..core.target import FORMATS, LOADS
 
-OFFERS: dict[str, dict[str, str]] = {
-    "NativeCheckpoint": {},
-}
-
 
 class Adopter:
     """Base of what has kernels for weights as they are published; it looks at every quantised model loaded."""

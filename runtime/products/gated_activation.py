@@ -31,13 +31,6 @@ from ..core.launch import HIP, WAVE, Kernel, grid, overlaps
 from ..core.launch_bound import is_launch_bound
 from ..core.target import ROCM, TRAINING
 
-OFFERS: dict[str, dict[str, str]] = {
-    "gated_activation": {
-        "shapes": "[N, I], [N, I] -> [N, I]",
-        "step": "products.gated_linear",
-    },
-}
-
 CASES = """
 def halves(tokens, size, activation):
     gate, up = tensor(tokens, 2 * size).chunk(2, -1)

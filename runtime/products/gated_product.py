@@ -28,16 +28,6 @@ from .gated_activation import (
     torch_form,
 )
 
-OFFERS: dict[str, dict[str, str]] = {
-    "gated_product": {
-        "shapes": "[N, I], [N, I] -> [N, O]",
-        "computes": """
-def gated_product(gate, up, activation, projection):
-    return projection(activation(gate) * up)
-""",
-    },
-}
-
 
 def gated_product(
     gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor], projection: Callable[[Tensor], Tensor]

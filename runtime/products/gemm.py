@@ -13,7 +13,6 @@ Nothing of torch is replaced: a rewritten forward calls `routed_linear`, and `ro
 from __future__ import annotations
 
 import functools
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -23,30 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..aiter import gemm as aiter_gemm
-from ..core import backend, place
+from ..core import backend, tables
 from ..core.target import ROCM
 from . import packing, preshuffle
 from .linear import few_rows, takes_few_rows
 from .skinny import MOST_ROWS
 
-OFFERS: dict[str, dict[str, str]] = {
-    "routed_linear": {
-        "shapes": "[N, K] -> [N, O]",
-        "computes": """
-def routed_linear(input, projection):
-    return projection(input)
-""",
-    },
-    "routed_packed_linear": {
-        "shapes": "[N, K] -> ([N, O_i], …)",
-        "computes": """
-def routed_packed_linear(input, *projections):
-    return tuple(projection(input) for projection in projections)
-""",
-    },
-}
-
-TABLE = place.FOLDER / "gemm.json"
 THRESHOLD = 64
 """Rows from which aiter is asked: below, a general product is latency, and its dispatch costs more than it gains."""
 
@@ -210,21 +191,14 @@ def set_threshold(rows: int) -> None:
 # ---- tables ----
 
 
-@functools.cache
+@tables.cached
 def _table(device: int | None) -> Mapping[str, str]:
-    if not TABLE.is_file():
-        return {}
     name = "cpu" if device is None else torch.cuda.get_device_properties(device).name
-    chip = json.loads(TABLE.read_text(encoding="utf-8")).get(name, {})
+    chip = tables.read(tables.GEMM).get(name, {})
     found = {size: entry["path"] for size, entry in chip.get("products", {}).items()}
     for path in sorted({*found.values()} - {*PATHS}):
         backend.warn_once(f"gemm.json says '{path}', which is no path here ({', '.join(PATHS)}): torch multiplies")
     return found
-
-
-def forget() -> None:
-    """Read the table anew at the next product."""
-    _table.cache_clear()
 
 
 def try_out(entries: Mapping[Product, str]) -> None:

@@ -35,17 +35,6 @@ from .one_row import Weight, launch_gated, launch_linear
 from .prologue import Norm, prologue_of, several_rows_norm
 from .skinny import MOST_ROWS, launch_skinny_linear, skinny_kind, takes_norm
 
-OFFERS: dict[str, dict[str, str]] = {
-    "gated_linear": {
-        "shapes": "[N, I] -> [N, O]",
-        "fp8": "fp8.fp8_gated_linear",
-    },
-    "linear": {
-        "shapes": "[N, I] -> [N, O]",
-        "fp8": "fp8.fp8_linear",
-    },
-}
-
 CASES = """
 def product(rows, cols, out, norm=False, residual=False):
     before, after = prologue(cols) if norm else None, tensor(rows, 1, out) if residual else None

@@ -9,12 +9,6 @@ from .block_linear import are_blocks, block_linear
 from .linear import _fits, before, few_rows, takes_few_rows
 from .packing import _parameter, packed_linear, packed_parameters
 
-OFFERS: dict[str, dict[str, str]] = {
-    "packed_step": {
-        "shapes": "[N, I] -> [N, O_1], [N, O_2], …",
-    },
-}
-
 
 def packed_step(input: Tensor, *projections: nn.Module, norm: nn.Module | None = None) -> tuple[Tensor, ...]:
     """Return `tuple(projection(norm(input)) for projection in projections)`.

@@ -28,18 +28,6 @@ from ..core.target import FORMATS, TRAINING
 from . import memory
 from .learned import learned_projections
 
-OFFERS: dict[str, dict[str, str]] = {
-    "packed_linear": {
-        "shapes": "[N, I] -> ([N, O_i], …)",
-        "computes": """
-def packed_linear(input, *projections):
-    return tuple(projection(input) for projection in projections)
-""",
-        "step": "attention.qkv_step",
-        "fp8": "fp8.fp8_packed_linear",
-    },
-}
-
 REASONS = {
     "not_linear": "a projection is no plain nn.Linear (an adapter or a quantised layer replaced it)",
     "formats_left_out": "a projection has a scale for each block, and the package was made without formats",

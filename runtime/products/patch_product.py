@@ -21,16 +21,6 @@ from torch.nn import functional as F
 from ..core import backend, layout
 from . import packing
 
-OFFERS: dict[str, dict[str, str]] = {
-    "patch_product": {
-        "shapes": "[B, C, g_i k_i, …] -> [B, O, g_i, …]",
-        "computes": """
-def patch_product(input, convolution):
-    return convolution(input)
-""",
-    },
-}
-
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 SMALL_KERNEL = 16
 """Places of a kernel, Πk_i, up to which a GPU takes a convolution sooner than a product whose result is copied into

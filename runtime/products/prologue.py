@@ -15,10 +15,6 @@ from ..core import backend
 from ..core.target import RMS_NORM
 from ..norms.torch_rms_norm import torch_rms_norm
 
-OFFERS: dict[str, dict[str, str]] = {
-    "Prologue": {},
-}
-
 
 class Prologue(NamedTuple):
     """An RMSNorm: the arguments of `rms_norm` after its input."""

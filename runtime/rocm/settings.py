@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..core import place
+from ..core import tables
 
 INDUCTOR: dict[str, tuple[object, str]] = {
     "max_autotune": (False, "tries Triton products for minutes, which rocBLAS then beats"),
@@ -48,8 +48,6 @@ ENVIRONMENT = {
 }
 """Read by the HIP runtime when it starts. HIP_CACHE_ENABLED, which notes on the web add, AMD documents nowhere."""
 RNG_GUARD = "RNG guard of Dynamo"
-TUNABLE_FILE = place.FOLDER / "tunableop.csv"
-"""Where TunableOp keeps its results: beside the package's modeling file. Torch adds the card's number."""
 
 Outcome = Literal["set", "as it was", "not in this torch", "too late", "yours"]
 
@@ -193,7 +191,7 @@ def _is_compiler(frame: Any) -> bool:
 def tunable_op(on: bool = True, *, tune: bool = False, record: bool = False, force: bool = False) -> Configuration:
     """Switch TunableOp, with which torch takes the fastest solution of rocBLAS and hipBLASLt for each product.
 
-    Its results are in `TUNABLE_FILE`. With `tune` a product that is not there yet is tuned when it is first called,
+    Its results are in `tunableop.csv` (`core/tables.py`), to whose name torch adds the card's number. With `tune` a product that is not there yet is tuned when it is first called,
     which takes seconds: run the model once like that, eagerly and with every shape, and never inside a capture.
 
     Args:
@@ -218,7 +216,8 @@ def tunable_op(on: bool = True, *, tune: bool = False, record: bool = False, for
     recorded = records and tunable.record_untuned_is_enabled()
     tune, record = on and tune and not record, on and record
     if on:
-        tunable.set_filename(str(TUNABLE_FILE), insert_device_ordinal=True)
+        tables.folder().mkdir(parents=True, exist_ok=True)
+        tunable.set_filename(str(tables.folder() / tables.TUNABLE_OP), insert_device_ordinal=True)
     tunable.enable(on)
     tunable.tuning_enable(tune)
     if records:

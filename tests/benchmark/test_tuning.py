@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_rewrite_runtime.attention.decode_attention import Split, choose
+from hf_rewrite_runtime.core import launch, tiles
 
 from rewrite.benchmark.rungs import prepare
 from rewrite.errors import NeedsGpu, NotAPackage
-from rewrite.runtime.attention.decode_attention import Split, choose
-from rewrite.runtime.core import launch, tiles
 from rewrite.transforms import select
 from rewrite.tuning import Plan, candidates, results, run, tune
 from rewrite.tuning.candidates import Entry

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import CommandLine
+from hf_rewrite_runtime.core import launch, shipped
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from rewrite.errors import KernelsNotCompiled
 from rewrite.kernels import ahead
 from rewrite.kernels.package_work import shortened
-from rewrite.runtime.core import launch, shipped
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine
+from rewrite.package.features import ON_REQUEST
+from rewrite.package.targets import of_machine
 
 from rewrite.package import runtime_files, targets
 from rewrite.package.assemble import public_names
-from rewrite.package.features import ON_REQUEST
 from rewrite.package.lock import read_lock, sha256
-from rewrite.package.targets import of_machine
 
 
 def contents(folder: Path) -> dict[str, bytes]:

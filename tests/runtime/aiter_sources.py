@@ -102,9 +102,9 @@ def main(checkout: Path) -> list[dict[str, Any]]:
     folder = Path(tempfile.mkdtemp())
     module = package(checkout, folder)
     sys.path.insert(0, str(folder))
-    from rewrite.runtime.aiter import calls, unified
-    from rewrite.runtime.attention import decode_attention
-    from rewrite.runtime.core import aiter_probe, backend
+    from hf_rewrite_runtime.aiter import calls, unified
+    from hf_rewrite_runtime.attention import decode_attention
+    from hf_rewrite_runtime.core import aiter_probe, backend
 
     aiter_probe.chip = lambda device=None: "gfx942"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

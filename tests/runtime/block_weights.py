@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
+from hf_rewrite_runtime.moe import block_experts as few
+from hf_rewrite_runtime.moe.form import ExpertsForm, Gating, gated
+from hf_rewrite_runtime.products.blocks import Blocks, _reference
+from hf_rewrite_runtime.products.prologue import Prologue
 from torch import Tensor, nn
-
-from rewrite.runtime.moe import block_experts as few
-from rewrite.runtime.moe.form import ExpertsForm, Gating, gated
-from rewrite.runtime.products.blocks import Blocks, _reference
-from rewrite.runtime.products.prologue import Prologue
 
 
 def blocks(rows: int, cols: int, device: torch.device, kind: str, leading: tuple[int, ...] = ()) -> Blocks:

@@ -10,11 +10,10 @@ from typing import Any
 import fake_aiter
 import pytest
 import torch
-
-from rewrite.runtime.aiter import calls as aiter_calls
-from rewrite.runtime.aiter import gemm as aiter_gemm
-from rewrite.runtime.core import aiter_probe, backend
-from rewrite.runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.aiter import calls as aiter_calls
+from hf_rewrite_runtime.aiter import gemm as aiter_gemm
+from hf_rewrite_runtime.core import aiter_probe, backend
+from hf_rewrite_runtime.decode.generation import GraphGeneration
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])

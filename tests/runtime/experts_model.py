@@ -3,9 +3,8 @@
 """
 
 import torch
+from hf_rewrite_runtime.decode.generation import GraphGeneration
 from transformers import Qwen3MoeForCausalLM
-
-from rewrite.runtime.decode.generation import GraphGeneration
 
 
 class Qwen3Moe(GraphGeneration, Qwen3MoeForCausalLM):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from hf_rewrite_runtime.moe.form import ExpertsForm
+from hf_rewrite_runtime.moe.router import RoutingRule, select_experts
+from hf_rewrite_runtime.norms.rms_norm import rms_norm
+from hf_rewrite_runtime.products.prologue import Prologue
 from torch import Tensor, nn
-
-from rewrite.runtime.moe.form import ExpertsForm
-from rewrite.runtime.moe.router import RoutingRule, select_experts
-from rewrite.runtime.norms.rms_norm import rms_norm
-from rewrite.runtime.products.prologue import Prologue
 
 EPS = 1e-6
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
+from hf_rewrite_runtime.core.arrivals import publish
+from hf_rewrite_runtime.core.launch import HIP, WAVE, Kernel, wait_for_stores
 
 from rewrite.kernels.cases import Case, tensor
-from rewrite.runtime.core.arrivals import publish
-from rewrite.runtime.core.launch import HIP, WAVE, Kernel, wait_for_stores
 
 
 @triton.jit

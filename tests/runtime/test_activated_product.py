@@ -14,15 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED
+from hf_rewrite_runtime.core import layout
+from hf_rewrite_runtime.core.launch import rehearsing
+from hf_rewrite_runtime.forward.functions import ForwardFunctions
+from hf_rewrite_runtime.norms.add_layer_norm import add_layer_norm
+from hf_rewrite_runtime.products import activated_product
+from hf_rewrite_runtime.products.activated_product import LinearProduct
 from tolerances import assert_as_exact_as
 from torch import Tensor, nn
-
-from rewrite.runtime.core import layout
-from rewrite.runtime.core.launch import rehearsing
-from rewrite.runtime.forward.functions import ForwardFunctions
-from rewrite.runtime.norms.add_layer_norm import add_layer_norm
-from rewrite.runtime.products import activated_product
-from rewrite.runtime.products.activated_product import LinearProduct
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

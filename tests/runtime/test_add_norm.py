@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.norms.add_norm import add_norm
+from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
+from hf_rewrite_runtime.norms.rms_norm import rms_norm
+from hf_rewrite_runtime.products.prologue import Prologue, prologue_of
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-from rewrite.runtime.core import backend
-from rewrite.runtime.norms.add_norm import add_norm
-from rewrite.runtime.norms.add_rms_norm import add_rms_norm
-from rewrite.runtime.norms.rms_norm import rms_norm
-from rewrite.runtime.products.prologue import Prologue, prologue_of
 
 
 class RewrittenRMSNorm(LlamaRMSNorm):

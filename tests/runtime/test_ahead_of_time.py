@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import INTERPRETED
+from hf_rewrite_runtime.core import launch
 
 from rewrite import runtime
 from rewrite.kernels import drift, findings, run, tables
 from rewrite.kernels.chips import CHIPS, occupancy
 from rewrite.kernels.row import Row
-from rewrite.runtime.core import launch
 
 TRITON = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -246,7 +246,7 @@ def test_what_is_compiled_is_what_is_launched(
 
 
 def test_pretending_comes_before_the_operators() -> None:
-    from rewrite.runtime.core import rows
+    from hf_rewrite_runtime.core import rows
 
     assert rows.WAVE
     with pytest.raises(RuntimeError, match=r"already imported for this machine: .*rows"):
@@ -293,7 +293,7 @@ def test_occupancy(arch: str, threads: int, registers: int, scalars: int | None,
 
 @compiles
 def test_constants_of_decode_attention_are_the_kernels() -> None:
-    from rewrite.runtime.attention import decode_attention
+    from hf_rewrite_runtime.attention import decode_attention
 
     kernel = decode_attention.decode_attention_kernel.jit_function
     constants = [parameter.name for parameter in kernel.params if parameter.is_constexpr]

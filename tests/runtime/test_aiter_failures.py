@@ -15,17 +15,16 @@ import fake_aiter
 import pytest
 import torch
 from aiter_cases import QUIET, Attention, assert_attends_as, attended, both, qkv, reasons, states
+from hf_rewrite_runtime.aiter import calls as aiter_calls
+from hf_rewrite_runtime.attention.native_gqa import native_gqa
+from hf_rewrite_runtime.core import aiter_probe, backend
+from hf_rewrite_runtime.core.explain import explain
+from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
+from hf_rewrite_runtime.norms.layer_norm import layer_norm
+from hf_rewrite_runtime.norms.rms_norm import rms_norm
+from hf_rewrite_runtime.products.gated_activation import gated_activation
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-from rewrite.runtime.aiter import calls as aiter_calls
-from rewrite.runtime.attention.native_gqa import native_gqa
-from rewrite.runtime.core import aiter_probe, backend
-from rewrite.runtime.core.explain import explain
-from rewrite.runtime.norms.add_rms_norm import add_rms_norm
-from rewrite.runtime.norms.layer_norm import layer_norm
-from rewrite.runtime.norms.rms_norm import rms_norm
-from rewrite.runtime.products.gated_activation import gated_activation
 
 pytestmark = [pytest.mark.filterwarnings(QUIET), pytest.mark.usefixtures("machine")]
 

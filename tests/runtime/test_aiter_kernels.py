@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from rewrite.runtime.aiter import latent as aiter_latent
-from rewrite.runtime.aiter import unified as aiter_unified
-from rewrite.runtime.core import backend
+from hf_rewrite_runtime.aiter import latent as aiter_latent
+from hf_rewrite_runtime.aiter import unified as aiter_unified
+from hf_rewrite_runtime.core import backend
 
 
 @pytest.mark.parametrize(("rows", "capacity", "last"), [(1, 32, 0), (3, 256, 100), (2, 65536, 65535)])

@@ -9,13 +9,12 @@ import fake_aiter
 import pytest
 import torch
 from aiter_cases import QUIET, reasons
+from hf_rewrite_runtime.aiter import calls as aiter_calls
+from hf_rewrite_runtime.aiter import latent as aiter_latent
+from hf_rewrite_runtime.attention.latent_attention import latent_attention
+from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
+from hf_rewrite_runtime.core import backend
 from torch import Tensor, nn
-
-from rewrite.runtime.aiter import calls as aiter_calls
-from rewrite.runtime.aiter import latent as aiter_latent
-from rewrite.runtime.attention.latent_attention import latent_attention
-from rewrite.runtime.cache.preallocated import PreallocatedCache
-from rewrite.runtime.core import backend
 
 pytestmark = [pytest.mark.filterwarnings(QUIET), pytest.mark.usefixtures("machine", "named")]
 

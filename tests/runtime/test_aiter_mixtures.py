@@ -10,16 +10,15 @@ import fake_aiter
 import pytest
 import torch
 from aiter_cases import DTYPES, QUIET, reasons
+from hf_rewrite_runtime.aiter import calls as aiter_calls
+from hf_rewrite_runtime.aiter import experts as aiter_experts
+from hf_rewrite_runtime.core import aiter_probe, backend
+from hf_rewrite_runtime.moe import experts as experts_file
+from hf_rewrite_runtime.moe import router as router_file
+from hf_rewrite_runtime.moe.form import ExpertsForm, Gating
+from hf_rewrite_runtime.moe.selection import RoutingRule
+from hf_rewrite_runtime.products import preshuffle
 from torch import Tensor, nn
-
-from rewrite.runtime.aiter import calls as aiter_calls
-from rewrite.runtime.aiter import experts as aiter_experts
-from rewrite.runtime.core import aiter_probe, backend
-from rewrite.runtime.moe import experts as experts_file
-from rewrite.runtime.moe import router as router_file
-from rewrite.runtime.moe.form import ExpertsForm, Gating
-from rewrite.runtime.moe.selection import RoutingRule
-from rewrite.runtime.products import preshuffle
 
 pytestmark = [pytest.mark.filterwarnings(QUIET), pytest.mark.usefixtures("machine")]
 

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from rewrite.runtime.aiter import calls as aiter_calls
-from rewrite.runtime.aiter import latent as aiter_latent
-from rewrite.runtime.aiter import unified as aiter_unified
-from rewrite.runtime.attention import decode_attention
-from rewrite.runtime.core import aiter_probe, backend
+from hf_rewrite_runtime.aiter import calls as aiter_calls
+from hf_rewrite_runtime.aiter import latent as aiter_latent
+from hf_rewrite_runtime.aiter import unified as aiter_unified
+from hf_rewrite_runtime.attention import decode_attention
+from hf_rewrite_runtime.core import aiter_probe, backend
 
 CHECKOUT = os.environ.get("AITER_SOURCE", "")
 """A folder with the sources of a release, or several, separated as in `PATH`."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
-
-from rewrite.runtime.core import backend
-from rewrite.runtime.decode.alignment import BLOCK, _fits, _launch, _table
-from rewrite.runtime.decode.lookup import look_up
-from rewrite.runtime.decode.sampling import Lookup, StepState
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.decode.alignment import BLOCK, _fits, _launch, _table
+from hf_rewrite_runtime.decode.lookup import look_up
+from hf_rewrite_runtime.decode.sampling import Lookup, StepState
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from rewrite.runtime.attention.attend_step import attend_step
-from rewrite.runtime.attention.decode_attention import decode_attention
-from rewrite.runtime.cache.preallocated import PreallocatedCache
+from hf_rewrite_runtime.attention.attend_step import attend_step
+from hf_rewrite_runtime.attention.decode_attention import decode_attention
+from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 
 
 @pytest.mark.parametrize("value_dim", [8, 4])

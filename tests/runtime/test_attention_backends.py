@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from hf_rewrite_runtime.attention import backends
+from hf_rewrite_runtime.attention.named import get_attention_backend, set_attention_backend, use_attention_backend
+from hf_rewrite_runtime.attention.native_gqa import grouped_attention, native_gqa
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.decode.graph_store import _signature_of
+from hf_rewrite_runtime.forward.fitness import settings
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-from rewrite.runtime.attention import backends
-from rewrite.runtime.attention.named import get_attention_backend, set_attention_backend, use_attention_backend
-from rewrite.runtime.attention.native_gqa import grouped_attention, native_gqa
-from rewrite.runtime.core import backend
-from rewrite.runtime.decode.graph_store import _signature_of
-from rewrite.runtime.forward.fitness import settings
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 MODULE: Any = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=True)

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 import torch
-
-from rewrite.runtime.core import backend
+from hf_rewrite_runtime.core import backend
 
 
 def test_plain_operators_are_a_matter_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

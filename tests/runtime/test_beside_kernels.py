@@ -9,17 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED
+from hf_rewrite_runtime.core import launch
+from hf_rewrite_runtime.core.tiles import Tile
+from hf_rewrite_runtime.norms.rms_norm import rms_norm
+from hf_rewrite_runtime.products import memory
+from hf_rewrite_runtime.products.beside import alike, is_same_norm, launch_beside
+from hf_rewrite_runtime.products.deferred import Product
+from hf_rewrite_runtime.products.one_row import are_parameters
+from hf_rewrite_runtime.products.prologue import LayerNormPrologue, Prologue
+from hf_rewrite_runtime.products.step_products import StepProducts
 from torch import Tensor, nn
-
-from rewrite.runtime.core import launch
-from rewrite.runtime.core.tiles import Tile
-from rewrite.runtime.norms.rms_norm import rms_norm
-from rewrite.runtime.products import memory
-from rewrite.runtime.products.beside import alike, is_same_norm, launch_beside
-from rewrite.runtime.products.deferred import Product
-from rewrite.runtime.products.one_row import are_parameters
-from rewrite.runtime.products.prologue import LayerNormPrologue, Prologue
-from rewrite.runtime.products.step_products import StepProducts
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 CLOSE = 1e-5
@@ -223,7 +222,7 @@ def test_the_kernel_alone(
     """Every result is written, and nothing beside it, whichever of the parameters come before the wait."""
     torch.manual_seed(0)
     cols = 136
-    monkeypatch.setattr("rewrite.runtime.products.beside.tile_for", lambda *_: tile)
+    monkeypatch.setattr("hf_rewrite_runtime.products.beside.tile_for", lambda *_: tile)
     x = (torch.randn(1, 1, cols, device=device) + 3.0).to(dtype)
     norm = LayerNormPrologue(*(torch.rand(cols, device=device).to(dtype) for _ in range(2)), 1e-5)
     weights = [(torch.randn(out, cols, device=device) / cols**0.5).to(dtype) for out in outs]
@@ -235,8 +234,8 @@ def test_the_kernel_alone(
     assert all(alike(products[0], product) for product in products)
     exact = F.layer_norm(x.double(), (cols,), norm.weight.double(), norm.bias.double(), norm.eps)
     for ahead in (False, True):
-        monkeypatch.setattr("rewrite.runtime.products.beside.are_parameters", lambda *_, ahead=ahead: ahead)
-        monkeypatch.setattr("rewrite.runtime.products.beside.overlaps", lambda _: not INTERPRETED)
+        monkeypatch.setattr("hf_rewrite_runtime.products.beside.are_parameters", lambda *_, ahead=ahead: ahead)
+        monkeypatch.setattr("hf_rewrite_runtime.products.beside.overlaps", lambda _: not INTERPRETED)
         whole = [torch.full((1, 1, out + 2), float("nan"), dtype=dtype, device=device) for out in (*outs, cols)]
         *made, normed = [place[..., 1:-1] for place in whole]
         keeps = tile[1] >= cols

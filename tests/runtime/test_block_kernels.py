@@ -11,16 +11,14 @@ import triton
 import triton.language as tl
 from block_weights import SILU, SWISH, FP8Linear, Norm, blocks, by_definition, mixture
 from conftest import INTERPRETED
-from torch import Tensor, nn
-
-from rewrite.runtime.core import backend
-from rewrite.runtime.core.e4m3 import encode
-from rewrite.runtime.core.launch import WAVE, Target
-from rewrite.runtime.moe import block_experts as few
-from rewrite.runtime.moe.form import ExpertsForm, gating
-from rewrite.runtime.moe.grouped import grouped_experts
-from rewrite.runtime.products import block_linear
-from rewrite.runtime.products.block_groups import (
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.core.e4m3 import encode
+from hf_rewrite_runtime.core.launch import WAVE, Target
+from hf_rewrite_runtime.moe import block_experts as few
+from hf_rewrite_runtime.moe.form import ExpertsForm, gating
+from hf_rewrite_runtime.moe.grouped import grouped_experts
+from hf_rewrite_runtime.products import block_linear
+from hf_rewrite_runtime.products.block_groups import (
     Read,
     block_scales,
     eight_sums,
@@ -30,12 +28,13 @@ from rewrite.runtime.products.block_groups import (
     row_groups,
     sixteen,
 )
-from rewrite.runtime.products.block_rows import launch_block_rows
-from rewrite.runtime.products.blocks import Blocks, _reference, dequantized, narrowed, reason_against, widened
-from rewrite.runtime.products.linear import gated_linear, linear
+from hf_rewrite_runtime.products.block_rows import launch_block_rows
+from hf_rewrite_runtime.products.blocks import Blocks, _reference, dequantized, narrowed, reason_against, widened
+from hf_rewrite_runtime.products.linear import gated_linear, linear
+from torch import Tensor, nn
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
-experts = importlib.import_module("rewrite.runtime.moe.experts")
+experts = importlib.import_module("hf_rewrite_runtime.moe.experts")
 FORMATS = {torch.float8_e4m3fn: False, torch.float8_e4m3fnuz: True}
 
 

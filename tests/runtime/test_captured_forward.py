@@ -18,17 +18,16 @@ from typing import Any
 
 import pytest
 import torch
+from hf_rewrite_runtime.core import backend, derived, layout
+from hf_rewrite_runtime.core.explain import explain
+from hf_rewrite_runtime.core.snapshot import Snapshot
+from hf_rewrite_runtime.forward import captured, fitness, store, switch
+from hf_rewrite_runtime.forward.captured import CapturedForward
+from hf_rewrite_runtime.products import put_off
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
-
-from rewrite.runtime.core import backend, derived, layout
-from rewrite.runtime.core.explain import explain
-from rewrite.runtime.core.snapshot import Snapshot
-from rewrite.runtime.forward import captured, fitness, store, switch
-from rewrite.runtime.forward.captured import CapturedForward
-from rewrite.runtime.products import put_off
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -117,7 +116,7 @@ def test_replays_use_new_inputs_and_leave_old_outputs_alone(device: str) -> None
 
 def test_the_second_call_of_a_kind_captures(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(device)
-    monkeypatch.setattr("rewrite.runtime.forward.trial._times", lambda *given: (2.0, 1.0))
+    monkeypatch.setattr("hf_rewrite_runtime.forward.trial._times", lambda *given: (2.0, 1.0))
     with switch.use_forward_graphs("auto"):
         model(inputs(device))
         assert not graphs(model)
@@ -130,7 +129,7 @@ def test_the_second_call_of_a_kind_captures(device: str, monkeypatch: pytest.Mon
 
 
 def test_a_graph_that_is_not_faster_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rewrite.runtime.forward import trial
+    from hf_rewrite_runtime.forward import trial
 
     times = iter([1.0, 0.99] * trial.ROUNDS + [1.0, 0.9] * trial.ROUNDS)
     monkeypatch.setattr(trial, "_milliseconds", lambda action: next(times))
@@ -141,7 +140,7 @@ def test_a_graph_that_is_not_faster_is_not_kept(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_long_forwards_are_measured_once_where_that_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rewrite.runtime.forward import trial
+    from hf_rewrite_runtime.forward import trial
 
     times = iter([220.0, 150.0] + [220.0, 210.0] * trial.ROUNDS)
     monkeypatch.setattr(trial, "_milliseconds", lambda action: next(times))
@@ -452,7 +451,7 @@ def test_what_cannot_be_looked_at_is_left_alone(device: str, monkeypatch: pytest
     def fails(tensors: list[Tensor]) -> list[Tensor]:
         raise RuntimeError("no sum of these")
 
-    monkeypatch.setattr("rewrite.runtime.forward.trial._sums", fails)
+    monkeypatch.setattr("hf_rewrite_runtime.forward.trial._sums", fails)
     model = made(device)
     for _ in range(2):
         torch.testing.assert_close(model(inputs(device)), plain(model, inputs(device)))
@@ -565,7 +564,7 @@ def test_tensors_of_inference_mode(
     device: str, monkeypatch: pytest.MonkeyPatch, most: int, act: Any, reasons: set[str]
 ) -> None:
     """Nobody counts what is written to them, so few are compared and many are left alone."""
-    monkeypatch.setattr("rewrite.runtime.forward.trial.MOST_COPIED", most)
+    monkeypatch.setattr("hf_rewrite_runtime.forward.trial.MOST_COPIED", most)
     with torch.inference_mode():
         model = made(device, act)
         for _ in range(2):

@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hf_rewrite_runtime.cache.names import asked_with, given_back
+from hf_rewrite_runtime.cache.nested import UnknownState
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.decode import carried, fitness, graph_store, loop
+from hf_rewrite_runtime.decode.carried import CarriedStates, hands_on_states, keeps_states, put_back
+from hf_rewrite_runtime.decode.fitness import Call, assists
+from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.decode.graph import DecodeGraph, Program
+from hf_rewrite_runtime.decode.graph_store import store_of
+from hf_rewrite_runtime.forward import captured, switch, trial
+from hf_rewrite_runtime.forward.captured import CapturedForward
 from told_again import replays
 from torch import nn
-
-from rewrite.runtime.cache.names import asked_with, given_back
-from rewrite.runtime.cache.nested import UnknownState
-from rewrite.runtime.core import backend
-from rewrite.runtime.decode import carried, fitness, graph_store, loop
-from rewrite.runtime.decode.carried import CarriedStates, hands_on_states, keeps_states, put_back
-from rewrite.runtime.decode.fitness import Call, assists
-from rewrite.runtime.decode.generation import GraphGeneration
-from rewrite.runtime.decode.graph import DecodeGraph, Program
-from rewrite.runtime.decode.graph_store import store_of
-from rewrite.runtime.forward import captured, switch, trial
-from rewrite.runtime.forward.captured import CapturedForward
 
 if not fitness.can_watch():
     pytest.skip("this transformers has a loop that cannot be watched", allow_module_level=True)

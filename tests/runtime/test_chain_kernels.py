@@ -10,15 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED, KERNEL_DTYPES
+from hf_rewrite_runtime.attention.eager_step import HANDLERS
+from hf_rewrite_runtime.core import launch
+from hf_rewrite_runtime.core.compile_ahead import variants
+from hf_rewrite_runtime.decode.constants import StepConstants
+from hf_rewrite_runtime.products import chain_place, chain_text
+from hf_rewrite_runtime.products.chain import FUNCTIONS
+from hf_rewrite_runtime.products.step_products import StepProducts
 from torch import Tensor, nn
-
-from rewrite.runtime.attention.eager_step import HANDLERS
-from rewrite.runtime.core import launch
-from rewrite.runtime.core.compile_ahead import variants
-from rewrite.runtime.decode.constants import StepConstants
-from rewrite.runtime.products import chain_place, chain_text
-from rewrite.runtime.products.chain import FUNCTIONS
-from rewrite.runtime.products.step_products import StepProducts
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 LAST_BITS = 1e-6

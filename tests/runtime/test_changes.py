@@ -6,9 +6,8 @@ import weakref
 from typing import Any
 
 import torch
+from hf_rewrite_runtime.decode.changes import Before, Kept
 from torch import nn
-
-from rewrite.runtime.decode.changes import Before, Kept
 
 
 class Part(nn.Module):

@@ -9,22 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from hf_rewrite_runtime.attention.rotary import rotary, rotary_single
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.norms.add_layer_norm import add_layer_norm
+from hf_rewrite_runtime.norms.add_norm import add_norm
+from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
+from hf_rewrite_runtime.norms.layer_norm import layer_norm
+from hf_rewrite_runtime.norms.rms_norm import rms_norm
+from hf_rewrite_runtime.products.gated_activation import gated_activation
+from hf_rewrite_runtime.products.packing import packed_linear
 from layouts import LAYOUTS
 from mixture import Gate, Norm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rewrite.runtime.attention.rotary import rotary, rotary_single
-from rewrite.runtime.core import backend
-from rewrite.runtime.norms.add_layer_norm import add_layer_norm
-from rewrite.runtime.norms.add_norm import add_norm
-from rewrite.runtime.norms.add_rms_norm import add_rms_norm
-from rewrite.runtime.norms.layer_norm import layer_norm
-from rewrite.runtime.norms.rms_norm import rms_norm
-from rewrite.runtime.products.gated_activation import gated_activation
-from rewrite.runtime.products.packing import packed_linear
-
-experts = importlib.import_module("rewrite.runtime.moe.experts")
-router = importlib.import_module("rewrite.runtime.moe.router")
+experts = importlib.import_module("hf_rewrite_runtime.moe.experts")
+router = importlib.import_module("hf_rewrite_runtime.moe.router")
 
 
 class FileNorm(torch.nn.Module):

@@ -10,13 +10,12 @@ import pytest
 import torch
 import transformers
 from conftest import INTERPRETED
-
-from rewrite.runtime.attention import masked_attention
-from rewrite.runtime.core import launch
-from rewrite.runtime.core.explain import explain
-from rewrite.runtime.decode import fitness
-from rewrite.runtime.decode.generation import GraphGeneration
-from rewrite.runtime.products.step_products import StepProducts
+from hf_rewrite_runtime.attention import masked_attention
+from hf_rewrite_runtime.core import launch
+from hf_rewrite_runtime.core.explain import explain
+from hf_rewrite_runtime.decode import fitness
+from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.products.step_products import StepProducts
 
 pytestmark = [
     pytest.mark.skipif(not fitness.can_watch(), reason="a loop that cannot be watched"),

@@ -11,21 +11,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED
+from hf_rewrite_runtime.attention.eager_step import HANDLERS
+from hf_rewrite_runtime.attention.masked_attention import masked_attention
+from hf_rewrite_runtime.attention.step_attention import StepAttention
+from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
+from hf_rewrite_runtime.cache.token import write_token
+from hf_rewrite_runtime.core import launch
+from hf_rewrite_runtime.norms.add_layer_norm import add_layer_norm
+from hf_rewrite_runtime.norms.rms_norm import rms_norm
+from hf_rewrite_runtime.products.chain import FUNCTIONS
+from hf_rewrite_runtime.products.deferred import POINTS, activation_of
+from hf_rewrite_runtime.products.prologue import LayerNormPrologue
+from hf_rewrite_runtime.products.step_products import StepProducts
+from hf_rewrite_runtime.products.transposed import launch_transposed
 from torch import Tensor, nn
-
-from rewrite.runtime.attention.eager_step import HANDLERS
-from rewrite.runtime.attention.masked_attention import masked_attention
-from rewrite.runtime.attention.step_attention import StepAttention
-from rewrite.runtime.cache.preallocated import PreallocatedCache
-from rewrite.runtime.cache.token import write_token
-from rewrite.runtime.core import launch
-from rewrite.runtime.norms.add_layer_norm import add_layer_norm
-from rewrite.runtime.norms.rms_norm import rms_norm
-from rewrite.runtime.products.chain import FUNCTIONS
-from rewrite.runtime.products.deferred import POINTS, activation_of
-from rewrite.runtime.products.prologue import LayerNormPrologue
-from rewrite.runtime.products.step_products import StepProducts
-from rewrite.runtime.products.transposed import launch_transposed
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 SIZE = 16

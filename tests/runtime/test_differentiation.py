@@ -10,6 +10,23 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from hf_rewrite_runtime.attention.native_gqa import grouped_attention, grouped_matmul, native_gqa
+from hf_rewrite_runtime.attention.rotary import rotary, rotary_single
+from hf_rewrite_runtime.attention.segment_attention import segment_attention, segment_attention_weights
+from hf_rewrite_runtime.core import backend, launch
+from hf_rewrite_runtime.fp8.add_rms_norm import fp8_add_norm
+from hf_rewrite_runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, fp8_packed_linear
+from hf_rewrite_runtime.norms.add_norm import add_norm
+from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
+from hf_rewrite_runtime.norms.layer_norm import layer_norm
+from hf_rewrite_runtime.norms.rms_norm import rms_norm
+from hf_rewrite_runtime.products.gated_activation import gated_activation
+from hf_rewrite_runtime.products.gated_product import gated_product
+from hf_rewrite_runtime.products.gemm import routed_linear, routed_packed_linear
+from hf_rewrite_runtime.products.linear import gated_linear, linear
+from hf_rewrite_runtime.products.packed_step import packed_step
+from hf_rewrite_runtime.products.packing import packed_linear
+from hf_rewrite_runtime.products.patch_product import patch_product
 from mixture import EPS, Every, Gate, Norm
 from tolerances import assert_same_gradient
 from torch import Tensor, nn
@@ -18,27 +35,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from rewrite import operators
-from rewrite.runtime.attention.native_gqa import grouped_attention, grouped_matmul, native_gqa
-from rewrite.runtime.attention.rotary import rotary, rotary_single
-from rewrite.runtime.attention.segment_attention import segment_attention, segment_attention_weights
-from rewrite.runtime.core import backend, launch
-from rewrite.runtime.fp8.add_rms_norm import fp8_add_norm
-from rewrite.runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, fp8_packed_linear
-from rewrite.runtime.norms.add_norm import add_norm
-from rewrite.runtime.norms.add_rms_norm import add_rms_norm
-from rewrite.runtime.norms.layer_norm import layer_norm
-from rewrite.runtime.norms.rms_norm import rms_norm
-from rewrite.runtime.products.gated_activation import gated_activation
-from rewrite.runtime.products.gated_product import gated_product
-from rewrite.runtime.products.gemm import routed_linear, routed_packed_linear
-from rewrite.runtime.products.linear import gated_linear, linear
-from rewrite.runtime.products.packed_step import packed_step
-from rewrite.runtime.products.packing import packed_linear
-from rewrite.runtime.products.patch_product import patch_product
 
-experts = importlib.import_module("rewrite.runtime.moe.experts")
-router = importlib.import_module("rewrite.runtime.moe.router")
-every_expert = importlib.import_module("rewrite.runtime.moe.every_expert")
+experts = importlib.import_module("hf_rewrite_runtime.moe.experts")
+router = importlib.import_module("hf_rewrite_runtime.moe.router")
+every_expert = importlib.import_module("hf_rewrite_runtime.moe.every_expert")
 
 H, E, K = 16, 4, 2
 

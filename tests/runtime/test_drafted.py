@@ -7,22 +7,21 @@ from collections import Counter
 
 import pytest
 import torch
+from hf_rewrite_runtime.cache.names import given_back, passed_on
+from hf_rewrite_runtime.core.explain import explain
+from hf_rewrite_runtime.decode import alignment, graph_store, loop, window
+from hf_rewrite_runtime.decode import assistant as assisting
+from hf_rewrite_runtime.decode.drafted import Worth
+from hf_rewrite_runtime.decode.fitness import makes_cache_position
+from hf_rewrite_runtime.decode.graph_store import store_of
+from hf_rewrite_runtime.decode.lookup import look_up
+from hf_rewrite_runtime.decode.policy import GraphPolicy
+from hf_rewrite_runtime.decode.sampling import Lookup, Sampling, StepState
+from hf_rewrite_runtime.decode.window import Window
 from test_generation import EOS, GPU, Doubled, Sink, gpu, loops, pair, prompt, run, same, tokenizer
 from test_other_models import pair as other_pair
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
-
-from rewrite.runtime.cache.names import given_back, passed_on
-from rewrite.runtime.core.explain import explain
-from rewrite.runtime.decode import alignment, graph_store, loop, window
-from rewrite.runtime.decode import assistant as assisting
-from rewrite.runtime.decode.drafted import Worth
-from rewrite.runtime.decode.fitness import makes_cache_position
-from rewrite.runtime.decode.graph_store import store_of
-from rewrite.runtime.decode.lookup import look_up
-from rewrite.runtime.decode.policy import GraphPolicy
-from rewrite.runtime.decode.sampling import Lookup, Sampling, StepState
-from rewrite.runtime.decode.window import Window
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 LOOKUP = {"do_sample": False, "prompt_lookup_num_tokens": 4}
@@ -84,7 +83,7 @@ def plant_rows(monkeypatch: pytest.MonkeyPatch, text: torch.Tensor, right: list[
 
     for module in (alignment, loop, window):
         monkeypatch.setattr(module, "look_up", planted)
-    monkeypatch.setattr("rewrite.runtime.decode.greedy.look_up", planted)
+    monkeypatch.setattr("hf_rewrite_runtime.decode.greedy.look_up", planted)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
@@ -274,7 +273,7 @@ def test_drafts_are_those_of_transformers(ngram: int, eos: list[int] | None) -> 
 def test_without_a_match_there_is_no_step_of_several(monkeypatch: pytest.MonkeyPatch, taken: list[list[int]]) -> None:
     model, original = pair()
     monkeypatch.setattr(loop, "look_up", lambda state, lookup, eos: state.drafted.zero_())
-    monkeypatch.setattr("rewrite.runtime.decode.greedy.look_up", lambda state, lookup, eos: state.drafted.zero_())
+    monkeypatch.setattr("hf_rewrite_runtime.decode.greedy.look_up", lambda state, lookup, eos: state.drafted.zero_())
     same(run(model, prompt(1), **LOOKUP), run(original, prompt(1), **GREEDY))
     assert taken == []
 

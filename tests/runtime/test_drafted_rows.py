@@ -7,17 +7,16 @@ from collections import Counter
 
 import pytest
 import torch
+from hf_rewrite_runtime.decode import graph_store, loop, window
+from hf_rewrite_runtime.decode.alignment import Alignment, align, fall_in, tables_of
+from hf_rewrite_runtime.decode.assistant import Assistant
+from hf_rewrite_runtime.decode.drafted import DraftedLoop, Worth
+from hf_rewrite_runtime.decode.graph import DecodeGraph
+from hf_rewrite_runtime.decode.graph_store import store_of
+from hf_rewrite_runtime.decode.sampling import Lookup, Sampling, StepState
+from hf_rewrite_runtime.decode.window import RaggedWindow
 from test_drafted import DEVICE, GREEDY, LOOKUP, always, plant_rows, repeating, taken
 from test_generation import EOS, Sink, gpu, loops, pair, prompt, run, same, tokenizer
-
-from rewrite.runtime.decode import graph_store, loop, window
-from rewrite.runtime.decode.alignment import Alignment, align, fall_in, tables_of
-from rewrite.runtime.decode.assistant import Assistant
-from rewrite.runtime.decode.drafted import DraftedLoop, Worth
-from rewrite.runtime.decode.graph import DecodeGraph
-from rewrite.runtime.decode.graph_store import store_of
-from rewrite.runtime.decode.sampling import Lookup, Sampling, StepState
-from rewrite.runtime.decode.window import RaggedWindow
 
 __all__ = ["always", "taken", "tokenizer"]
 

@@ -10,6 +10,8 @@ import exact
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
+from hf_rewrite_runtime.core import arrivals, backend
+from hf_rewrite_runtime.moe.joined_experts import are_joined
 from layouts import LAYOUTS
 from mixture import EPS, Gate, Norm
 from tolerances import assert_as_exact_as
@@ -17,11 +19,8 @@ from torch import Tensor
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from rewrite.runtime.core import arrivals, backend
-from rewrite.runtime.moe.joined_experts import are_joined
-
-experts = importlib.import_module("rewrite.runtime.moe.experts")
-router = importlib.import_module("rewrite.runtime.moe.router")
+experts = importlib.import_module("hf_rewrite_runtime.moe.experts")
+router = importlib.import_module("hf_rewrite_runtime.moe.router")
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
+from hf_rewrite_runtime.core import backend
 from tolerances import assert_as_exact_as
 from torch import Tensor, nn
 
-from rewrite.runtime.core import backend
-
-expert_list = importlib.import_module("rewrite.runtime.moe.expert_list")
+expert_list = importlib.import_module("hf_rewrite_runtime.moe.expert_list")
 add_experts = expert_list.add_experts
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]

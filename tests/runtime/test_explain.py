@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rewrite.runtime.core.explain import Explanation
+from hf_rewrite_runtime.core.explain import Explanation
 
 
 def test_modules_that_differ_in_numbers_share_a_line() -> None:

@@ -11,17 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED, KERNEL_DTYPES
+from hf_rewrite_runtime.core import backend, deferring, layout
+from hf_rewrite_runtime.forward import functions
+from hf_rewrite_runtime.forward.functions import ForwardFunctions
+from hf_rewrite_runtime.norms.add_layer_norm import add_layer_norm
+from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
+from hf_rewrite_runtime.norms.rms_norm import rms_norm
+from hf_rewrite_runtime.products import chain_place, chain_rows, chain_text
+from hf_rewrite_runtime.products.chain_text import LARGE
 from tolerances import assert_as_exact_as
 from torch import Tensor, nn
-
-from rewrite.runtime.core import backend, deferring, layout
-from rewrite.runtime.forward import functions
-from rewrite.runtime.forward.functions import ForwardFunctions
-from rewrite.runtime.norms.add_layer_norm import add_layer_norm
-from rewrite.runtime.norms.add_rms_norm import add_rms_norm
-from rewrite.runtime.norms.rms_norm import rms_norm
-from rewrite.runtime.products import chain_place, chain_rows, chain_text
-from rewrite.runtime.products.chain_text import LARGE
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

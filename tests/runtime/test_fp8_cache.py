@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hf_rewrite_runtime.cache.fp8_layer import Fp8Layer
+from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
+from rewrite.package.features import ON_REQUEST
 from rounded_cache import RoundedLayer, rounded, rounded_cache
 from tolerances import ROUNDED_CACHE, ROUNDED_CACHE_IN_FP32
 from torch import Tensor
@@ -22,10 +25,7 @@ from torch import Tensor
 from rewrite.engine.build import build
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
-from rewrite.package.features import ON_REQUEST
 from rewrite.package.lock import Options
-from rewrite.runtime.cache.fp8_layer import Fp8Layer
-from rewrite.runtime.cache.preallocated import PreallocatedCache
 from rewrite.transforms import select
 from rewrite.upstream.source import resolve
 

@@ -11,26 +11,25 @@ from typing import Any
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
+from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.core.e4m3 import Quantized, dtype_for, has_fp8, quantize
+from hf_rewrite_runtime.core.launch import Target
+from hf_rewrite_runtime.fp8 import add_rms_norm as fp8_add_rms_norm
+from hf_rewrite_runtime.fp8 import gated_activation as fp8_gated_activation
+from hf_rewrite_runtime.fp8 import linear as fp8_linear_file
+from hf_rewrite_runtime.fp8 import rows as fp8_rows
+from hf_rewrite_runtime.fp8 import step as fp8_step
+from hf_rewrite_runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, is_step
+from hf_rewrite_runtime.fp8.qkv_step import fp8_qkv_step
+from hf_rewrite_runtime.fp8.rows import quantized_rows
+from hf_rewrite_runtime.fp8.weights import refresh
+from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
+from hf_rewrite_runtime.products.gated_activation import gated_activation
+from hf_rewrite_runtime.products.linear import linear
 from test_step_kernels import Norm, projection
 from tolerances import assert_as_exact_as
 from torch import Tensor, nn
-
-from rewrite.runtime.cache.preallocated import PreallocatedCache
-from rewrite.runtime.core import backend
-from rewrite.runtime.core.e4m3 import Quantized, dtype_for, has_fp8, quantize
-from rewrite.runtime.core.launch import Target
-from rewrite.runtime.fp8 import add_rms_norm as fp8_add_rms_norm
-from rewrite.runtime.fp8 import gated_activation as fp8_gated_activation
-from rewrite.runtime.fp8 import linear as fp8_linear_file
-from rewrite.runtime.fp8 import rows as fp8_rows
-from rewrite.runtime.fp8 import step as fp8_step
-from rewrite.runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, is_step
-from rewrite.runtime.fp8.qkv_step import fp8_qkv_step
-from rewrite.runtime.fp8.rows import quantized_rows
-from rewrite.runtime.fp8.weights import refresh
-from rewrite.runtime.norms.add_rms_norm import add_rms_norm
-from rewrite.runtime.products.gated_activation import gated_activation
-from rewrite.runtime.products.linear import linear
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)

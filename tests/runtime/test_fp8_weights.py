@@ -7,16 +7,15 @@ import io
 
 import pytest
 import torch
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.core.e4m3 import quantize
+from hf_rewrite_runtime.core.explain import explain
+from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.fp8 import weights as fp8_weights
+from hf_rewrite_runtime.fp8.generation import Fp8GraphGeneration
+from hf_rewrite_runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, fp8_packed_linear
+from hf_rewrite_runtime.products.packing import packed_linear
 from torch import Tensor, nn
-
-from rewrite.runtime.core import backend
-from rewrite.runtime.core.e4m3 import quantize
-from rewrite.runtime.core.explain import explain
-from rewrite.runtime.decode.generation import GraphGeneration
-from rewrite.runtime.fp8 import weights as fp8_weights
-from rewrite.runtime.fp8.generation import Fp8GraphGeneration
-from rewrite.runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, fp8_packed_linear
-from rewrite.runtime.products.packing import packed_linear
 
 
 class Block(nn.Module):

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hf_rewrite_runtime.aiter import calls as aiter_calls
+from hf_rewrite_runtime.core import aiter_probe, backend
+from hf_rewrite_runtime.core.explain import explain
+from hf_rewrite_runtime.products import gemm, packing, preshuffle
+from hf_rewrite_runtime.products.gemm import Product, routed_linear, routed_packed_linear
 from torch import Tensor, nn
-
-from rewrite.runtime.aiter import calls as aiter_calls
-from rewrite.runtime.core import aiter_probe, backend
-from rewrite.runtime.core.explain import explain
-from rewrite.runtime.products import gemm, packing, preshuffle
-from rewrite.runtime.products.gemm import Product, routed_linear, routed_packed_linear
 
 INPUTS, OUTPUTS = 32, 48
 

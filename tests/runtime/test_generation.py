@@ -14,6 +14,17 @@ import weakref
 import pytest
 import torch
 from experts_model import Qwen3Moe
+from hf_rewrite_runtime.cache.layers import CacheFull
+from hf_rewrite_runtime.cache.names import given_back, passed_on
+from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.core.explain import explain
+from hf_rewrite_runtime.decode import fitness, generation, graph_store, loop, plan, proof, reasons, step_inputs
+from hf_rewrite_runtime.decode.fitness import recomputes_at_switch
+from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.decode.graph import DecodeGraph, UnknownCache
+from hf_rewrite_runtime.decode.graph_store import release_graphs, store_of
+from hf_rewrite_runtime.parallel import shards
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DynamicCache,
@@ -38,18 +49,6 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.cache_utils import DynamicLayer
-
-from rewrite.runtime.cache.layers import CacheFull
-from rewrite.runtime.cache.names import given_back, passed_on
-from rewrite.runtime.cache.preallocated import PreallocatedCache
-from rewrite.runtime.core import backend
-from rewrite.runtime.core.explain import explain
-from rewrite.runtime.decode import fitness, generation, graph_store, loop, plan, proof, reasons, step_inputs
-from rewrite.runtime.decode.fitness import recomputes_at_switch
-from rewrite.runtime.decode.generation import GraphGeneration
-from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
-from rewrite.runtime.decode.graph_store import release_graphs, store_of
-from rewrite.runtime.parallel import shards
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -759,7 +758,7 @@ def test_an_attribute_that_the_model_itself_lacks_raises_as_in_the_original():
 def test_a_configuration_that_names_no_cache_layers_takes_the_original_loop(monkeypatch):
     """Release 5.0 counts none where `num_kv_shared_layers` is 0, and adds layers as they are written."""
     model, original = pair()
-    monkeypatch.setattr("rewrite.runtime.decode.graph.DynamicCache", lambda config: DynamicCache())
+    monkeypatch.setattr("hf_rewrite_runtime.decode.graph.DynamicCache", lambda config: DynamicCache())
     for _ in range(2):
         inputs = prompt()
         mine, theirs = (run(m, {**inputs, passed_on(): DynamicCache()}, do_sample=False) for m in (model, original))

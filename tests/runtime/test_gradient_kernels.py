@@ -11,23 +11,22 @@ import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
 from differentiated import all_as_exact, check
 from experts_of import Mixture
+from hf_rewrite_runtime.attention.rotary import rotary, rotary_single
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.loss.cross_entropy import Shape, losses_and_gradients, total_loss
+from hf_rewrite_runtime.norms.add_layer_norm import add_layer_norm
+from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
+from hf_rewrite_runtime.norms.layer_norm import layer_norm
+from hf_rewrite_runtime.norms.rms_norm import rms_norm
+from hf_rewrite_runtime.products.gated_product import gated_product
 from tolerances import LOSS, assert_as_exact_as, assert_same_gradient
 from torch import Tensor
 from torch.nn import functional as F
 
-from rewrite.runtime.attention.rotary import rotary, rotary_single
-from rewrite.runtime.core import backend
-from rewrite.runtime.loss.cross_entropy import Shape, losses_and_gradients, total_loss
-from rewrite.runtime.norms.add_layer_norm import add_layer_norm
-from rewrite.runtime.norms.add_rms_norm import add_rms_norm
-from rewrite.runtime.norms.layer_norm import layer_norm
-from rewrite.runtime.norms.rms_norm import rms_norm
-from rewrite.runtime.products.gated_product import gated_product
-
-adding = importlib.import_module("rewrite.runtime.norms.add_layer_norm")
-experts = importlib.import_module("rewrite.runtime.moe.experts")
-gated = importlib.import_module("rewrite.runtime.products.gated_activation")
-cross_entropy = importlib.import_module("rewrite.runtime.loss.cross_entropy")
+adding = importlib.import_module("hf_rewrite_runtime.norms.add_layer_norm")
+experts = importlib.import_module("hf_rewrite_runtime.moe.experts")
+gated = importlib.import_module("hf_rewrite_runtime.products.gated_activation")
+cross_entropy = importlib.import_module("hf_rewrite_runtime.loss.cross_entropy")
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

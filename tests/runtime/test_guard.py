@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import transformers
+from hf_rewrite_runtime.origin import fingerprints, guard
 
 from rewrite.package import definitions
-from rewrite.runtime.origin import fingerprints, guard
 
 ROOT = Path(transformers.__file__).parent
 MASK = "masking_utils:create_causal_mask"
@@ -219,7 +219,7 @@ def test_a_package_in_a_folder_of_models_is_imported_without_a_complaint(
     package = tmp_path / folder / "fast_one"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(
-        "from rewrite.runtime.origin.guard import made_from\n"
+        "from hf_rewrite_runtime.origin.guard import made_from\n"
         "with made_from(package=__name__, version='', command=''):\n    from . import modeling_fast\n"
     )
     (package / "modeling_fast.py").write_text(

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from hf_rewrite_runtime.cache.names import given_back
+from hf_rewrite_runtime.core import backend, compile_ahead, launch
+from hf_rewrite_runtime.core.compile_ahead import Compilation, taking_turns
+from hf_rewrite_runtime.decode import loop
+from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.decode.graph_store import GraphStore, describe, store_of
+from hf_rewrite_runtime.decode.prompt_graph import ROUNDING
+from hf_rewrite_runtime.fp8.generation import Fp8GraphGeneration
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
-
-from rewrite.runtime.cache.names import given_back
-from rewrite.runtime.core import backend, compile_ahead, launch
-from rewrite.runtime.core.compile_ahead import Compilation, taking_turns
-from rewrite.runtime.decode import loop
-from rewrite.runtime.decode.generation import GraphGeneration
-from rewrite.runtime.decode.graph_store import GraphStore, describe, store_of
-from rewrite.runtime.decode.prompt_graph import ROUNDING
-from rewrite.runtime.fp8.generation import Fp8GraphGeneration
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -242,18 +241,18 @@ def test_tokens_come_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch
             events.append("end")
 
     for module in ("core.compile_ahead", "decode.graph", "decode.prompt_graph"):
-        monkeypatch.setattr(f"rewrite.runtime.{module}.capture", captured)
+        monkeypatch.setattr(f"hf_rewrite_runtime.{module}.capture", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(compile_ahead.CompilerLoading, "__init__", lambda self, device: events.append("loading"))
     monkeypatch.setattr(loop.GraphLoop, "captures", property(lambda self: True, lambda *given: None), raising=False)
     monkeypatch.setattr(GraphStore, "_remember_idle", lambda self: None)
     monkeypatch.setattr(
-        "rewrite.runtime.decode.graph.Compilation",
+        "hf_rewrite_runtime.decode.graph.Compilation",
         lambda *arguments: (events.append("compiling"), Compilation({}, DEVICE))[1],
     )
     model.register_forward_pre_hook(noted, with_kwargs=True)
-    monkeypatch.setattr("rewrite.runtime.decode.fitness.backend.observed", lambda module: False)
+    monkeypatch.setattr("hf_rewrite_runtime.decode.fitness.backend.observed", lambda module: False)
     inputs = {name: tensor[:1] for name, tensor in prompt().items()}
     model.generate(**inputs, max_new_tokens=4, streamer=Streamer())
     first = ["prompt", "loading", "plain 7", "token", "plain 1", "token", "collected 1", f"collected {ROUNDING}"]
@@ -289,7 +288,7 @@ def test_a_process_that_ends_begins_no_further_compilation() -> None:
     text = """
 import threading, time, torch
 torch.cuda.set_device = lambda index: None
-from rewrite.runtime.core import compile_ahead
+from hf_rewrite_runtime.core import compile_ahead
 began = threading.Event()
 class Job:
     length, run = 1, None

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from rewrite.runtime.decode import fitness
+from hf_rewrite_runtime.decode import fitness
 
 FOLDER = Path(__file__).parent
 TESTS = [*(path.name for path in sorted(FOLDER.glob("test_*kernels.py"))), "test_rotary_rows.py"]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from hf_rewrite_runtime.core.launch import Kernel, LauncherNotBuilt
 
 from rewrite import runtime
-from rewrite.runtime.core.launch import Kernel, LauncherNotBuilt
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -27,7 +27,7 @@ MODULES = sorted(".".join(path.relative_to(FOLDER).with_suffix("").parts) for pa
 @pytest.mark.parametrize("module", MODULES)
 def test_counts_are_not_specialised(module: str) -> None:
     """A variant is remembered without the counts, so it must be right for all of them."""
-    for name, kernel in vars(importlib.import_module(f"rewrite.runtime.{module}")).items():
+    for name, kernel in vars(importlib.import_module(f"hf_rewrite_runtime.{module}")).items():
         if not isinstance(kernel, Kernel):
             continue
         function = kernel.jit_function

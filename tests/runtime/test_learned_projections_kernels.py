@@ -11,18 +11,17 @@ import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
 from differentiated import all_as_exact
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.core.made import origin
+from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
+from hf_rewrite_runtime.norms.rms_norm import rms_norm
+from hf_rewrite_runtime.products import learned
+from hf_rewrite_runtime.products.packing import packed_linear
 from tolerances import assert_same_gradient
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-
-from rewrite.runtime.core import backend
-from rewrite.runtime.core.made import origin
-from rewrite.runtime.norms.add_rms_norm import add_rms_norm
-from rewrite.runtime.norms.rms_norm import rms_norm
-from rewrite.runtime.products import learned
-from rewrite.runtime.products.packing import packed_linear
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rewrite.package.features import ON_REQUEST
 
 from rewrite.engine.build import build
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
-from rewrite.package.features import ON_REQUEST
 from rewrite.package.lock import Options
 from rewrite.transforms import select
 from rewrite.upstream.source import resolve

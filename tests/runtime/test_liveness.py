@@ -6,9 +6,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-
-from rewrite.runtime.parallel import liveness
-from rewrite.runtime.parallel.liveness import Peers, RankDied
+from hf_rewrite_runtime.parallel import liveness
+from hf_rewrite_runtime.parallel.liveness import Peers, RankDied
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="processes are looked up in /proc")
 

@@ -9,16 +9,14 @@ import triton
 import triton.language as tl
 from block_weights import SILU, SWISH, blocks, by_definition, mixture
 from conftest import INTERPRETED
-from torch import Tensor
-
-from rewrite.runtime.core import backend
-from rewrite.runtime.core.launch import Target, chip_of
-from rewrite.runtime.moe import block_experts, mxfp4_experts
-from rewrite.runtime.moe.experts import REASONS
-from rewrite.runtime.moe.form import ExpertsForm, gated, gating
-from rewrite.runtime.moe.mxfp4_experts import launch_down, launch_gate_up, launch_mxfp4_experts, rule, takes
-from rewrite.runtime.products.blocks import FOURS, Blocks, _reference
-from rewrite.runtime.products.own_sums import (
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.core.launch import Target, chip_of
+from hf_rewrite_runtime.moe import block_experts, mxfp4_experts
+from hf_rewrite_runtime.moe.experts import REASONS
+from hf_rewrite_runtime.moe.form import ExpertsForm, gated, gating
+from hf_rewrite_runtime.moe.mxfp4_experts import launch_down, launch_gate_up, launch_mxfp4_experts, rule, takes
+from hf_rewrite_runtime.products.blocks import FOURS, Blocks, _reference
+from hf_rewrite_runtime.products.own_sums import (
     CROSSED,
     STRAIGHT,
     UP,
@@ -27,6 +25,7 @@ from rewrite.runtime.products.own_sums import (
     in_pairs,
     own_sums,
 )
+from torch import Tensor
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

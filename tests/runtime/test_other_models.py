@@ -11,17 +11,17 @@ import copy
 import pytest
 import torch
 import transformers
+from hf_rewrite_runtime.cache import states
+from hf_rewrite_runtime.cache.names import asked_with, given_back
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.decode import fitness, graph_store, loop
+from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.decode.graph import DecodeGraph, UnknownCache
+from hf_rewrite_runtime.decode.graph_store import store_of
+from hf_rewrite_runtime.decode.step_length import StepLength
 from transformers import BarkSemanticConfig, EncoderDecoderCache
 from transformers.models.bark.generation_configuration_bark import BarkSemanticGenerationConfig
 
-from rewrite.runtime.cache import states
-from rewrite.runtime.cache.names import asked_with, given_back
-from rewrite.runtime.core import backend
-from rewrite.runtime.decode import fitness, graph_store, loop
-from rewrite.runtime.decode.generation import GraphGeneration
-from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
-from rewrite.runtime.decode.graph_store import store_of
-from rewrite.runtime.decode.step_length import StepLength
 from rewrite.verify.models.configs import small_variants
 
 if states.LAYER is None or not fitness.can_watch():

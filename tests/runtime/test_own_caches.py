@@ -12,24 +12,23 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hf_rewrite_runtime.cache import own
+from hf_rewrite_runtime.cache.grown import GrownLayer, grown_by, grows_in_layers
+from hf_rewrite_runtime.cache.layers import CacheFull, PreallocatedLayer
+from hf_rewrite_runtime.cache.names import argument_of, asked_with, given_back
+from hf_rewrite_runtime.cache.nested import Nested, UnknownState
+from hf_rewrite_runtime.cache.own import OwnCache, keeps_own_cache, own_attributes, own_like
+from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.decode import fitness, graph_store, loop
+from hf_rewrite_runtime.decode.carried import CarriedStates, hands_on_states, put_back
+from hf_rewrite_runtime.decode.fitness import Call
+from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.decode.graph import DecodeGraph, Program, UnknownCache
+from hf_rewrite_runtime.decode.graph_store import store_of
+from hf_rewrite_runtime.decode.proof import StepFails
 from told_again import replays
 from transformers.cache_utils import DynamicCache, DynamicLayer
-
-from rewrite.runtime.cache import own
-from rewrite.runtime.cache.grown import GrownLayer, grown_by, grows_in_layers
-from rewrite.runtime.cache.layers import CacheFull, PreallocatedLayer
-from rewrite.runtime.cache.names import argument_of, asked_with, given_back
-from rewrite.runtime.cache.nested import Nested, UnknownState
-from rewrite.runtime.cache.own import OwnCache, keeps_own_cache, own_attributes, own_like
-from rewrite.runtime.cache.preallocated import PreallocatedCache
-from rewrite.runtime.core import backend
-from rewrite.runtime.decode import fitness, graph_store, loop
-from rewrite.runtime.decode.carried import CarriedStates, hands_on_states, put_back
-from rewrite.runtime.decode.fitness import Call
-from rewrite.runtime.decode.generation import GraphGeneration
-from rewrite.runtime.decode.graph import DecodeGraph, Program, UnknownCache
-from rewrite.runtime.decode.graph_store import store_of
-from rewrite.runtime.decode.proof import StepFails
 
 KINDS = {
     "MiniMaxForCausalLM": "minimax.modeling_minimax",

@@ -8,15 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.products import memory, packing
+from hf_rewrite_runtime.products.packed_step import packed_step
+from hf_rewrite_runtime.products.packing import packed_linear
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
-
-from rewrite.runtime.core import backend
-from rewrite.runtime.products import memory, packing
-from rewrite.runtime.products.packed_step import packed_step
-from rewrite.runtime.products.packing import packed_linear
 
 
 class Attention(nn.Module):

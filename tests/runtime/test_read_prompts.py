@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hf_rewrite_runtime.attention.attend_step import attend_step
+from hf_rewrite_runtime.cache.names import argument_of
+from hf_rewrite_runtime.cache.preallocated import PreallocatedCache, decodes, needs_no_mask
+from hf_rewrite_runtime.core.fastest import choose
+from hf_rewrite_runtime.core.reading import NoPromptForm, Reading, current, of, refuse
+from hf_rewrite_runtime.norms.add_norm import add_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rewrite.engine.build import build
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
-from rewrite.runtime.attention.attend_step import attend_step
-from rewrite.runtime.cache.names import argument_of
-from rewrite.runtime.cache.preallocated import PreallocatedCache, decodes, needs_no_mask
-from rewrite.runtime.core.fastest import choose
-from rewrite.runtime.core.reading import NoPromptForm, Reading, current, of, refuse
-from rewrite.runtime.norms.add_norm import add_norm
 from rewrite.transforms import select
 from rewrite.upstream.source import resolve
 

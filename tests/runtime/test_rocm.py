@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from rewrite.runtime.rocm import settings as rocm
+from hf_rewrite_runtime.rocm import settings as rocm
 
 ROOT = Path(__file__).parents[2]
 ON_ROCM = torch.version.hip is not None
@@ -21,7 +20,7 @@ import os, sys
 import torch, torch._dynamo.config as dynamo, torch._inductor.config as inductor
 state = lambda: (dict(os.environ), inductor.get_config_copy(), dynamo.get_config_copy(), torch.cuda.get_rng_state)
 before = state()
-import rewrite.runtime.rocm.settings
+import hf_rewrite_runtime.rocm.settings
 assert state() == before
 """
 

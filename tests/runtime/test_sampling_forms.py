@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hf_rewrite_runtime.decode.sampling import graph_forms
 from transformers.generation.logits_process import (
     AlternatingCodebooksLogitsProcessor,
     BarkEosPrioritizerLogitsProcessor,
     EncoderNoRepeatNGramLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
 )
-
-from rewrite.runtime.decode.sampling import graph_forms
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

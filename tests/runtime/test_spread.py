@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from hf_rewrite_runtime.core.explain import explain
+from hf_rewrite_runtime.decode import generation, spread
+from hf_rewrite_runtime.decode.generation import GraphGeneration
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from rewrite.runtime.core.explain import explain
-from rewrite.runtime.decode import generation, spread
-from rewrite.runtime.decode.generation import GraphGeneration
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 

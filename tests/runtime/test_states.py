@@ -6,16 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hf_rewrite_runtime.cache import states
+from hf_rewrite_runtime.cache.alike import HybridLayer, StateLayer
+from hf_rewrite_runtime.cache.layers import INDEXED, CacheFull, GrowsInStep, IndexedLayer, PreallocatedLayer
+from hf_rewrite_runtime.cache.preallocated import PreallocatedCache, preallocated_like
+from hf_rewrite_runtime.decode import fitness
+from hf_rewrite_runtime.decode.fitness import Unfit
+from hf_rewrite_runtime.decode.step_inputs import StepInputs
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
-
-from rewrite.runtime.cache import states
-from rewrite.runtime.cache.alike import HybridLayer, StateLayer
-from rewrite.runtime.cache.layers import INDEXED, CacheFull, GrowsInStep, IndexedLayer, PreallocatedLayer
-from rewrite.runtime.cache.preallocated import PreallocatedCache, preallocated_like
-from rewrite.runtime.decode import fitness
-from rewrite.runtime.decode.fitness import Unfit
-from rewrite.runtime.decode.step_inputs import StepInputs
 
 if states.LAYER is None or not fitness.can_watch():
     pytest.skip("this transformers has no layers of states, or a loop that cannot be watched", allow_module_level=True)

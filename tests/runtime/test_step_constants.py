@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hf_rewrite_runtime.decode import constants
+from hf_rewrite_runtime.decode.constants import StepConstants
+from hf_rewrite_runtime.products.packing import packed_linear
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from rewrite.runtime.decode import constants
-from rewrite.runtime.decode.constants import StepConstants
-from rewrite.runtime.products.packing import packed_linear
 
 
 class Rates(nn.Module):

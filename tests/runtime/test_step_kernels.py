@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
-from tolerances import assert_as_exact_as
-from torch import Tensor, nn
-
-from rewrite.runtime.attention.decode_attention import (
+from hf_rewrite_runtime.attention.decode_attention import (
     ScoreRule,
     Split,
     _reference,
@@ -20,27 +17,29 @@ from rewrite.runtime.attention.decode_attention import (
     decode_attention_kernel,
     launch,
 )
-from rewrite.runtime.attention.qkv_rows import launch_qkv_rows
-from rewrite.runtime.attention.qkv_step import qkv_step
-from rewrite.runtime.attention.rope_cache import Rotation
-from rewrite.runtime.attention.rotary import rotary
-from rewrite.runtime.cache.preallocated import PreallocatedCache
-from rewrite.runtime.cache.token import Write
-from rewrite.runtime.core import arrivals, backend, tiles
-from rewrite.runtime.core.capture import capture
-from rewrite.runtime.core.launch import collect
-from rewrite.runtime.decode.greedy import choose
-from rewrite.runtime.decode.lookup import look_up
-from rewrite.runtime.decode.sampling import Lookup, Sampling, StepState
-from rewrite.runtime.norms.rms_norm import rms_norm
-from rewrite.runtime.products.linear import gated_linear, linear
-from rewrite.runtime.products.prologue import Prologue
-from rewrite.runtime.products.skinny import launch_skinny_linear, takes_norm
-from rewrite.runtime.products.step_products import StepProducts
+from hf_rewrite_runtime.attention.qkv_rows import launch_qkv_rows
+from hf_rewrite_runtime.attention.qkv_step import qkv_step
+from hf_rewrite_runtime.attention.rope_cache import Rotation
+from hf_rewrite_runtime.attention.rotary import rotary
+from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
+from hf_rewrite_runtime.cache.token import Write
+from hf_rewrite_runtime.core import arrivals, backend, tiles
+from hf_rewrite_runtime.core.capture import capture
+from hf_rewrite_runtime.core.launch import collect
+from hf_rewrite_runtime.decode.greedy import choose
+from hf_rewrite_runtime.decode.lookup import look_up
+from hf_rewrite_runtime.decode.sampling import Lookup, Sampling, StepState
+from hf_rewrite_runtime.norms.rms_norm import rms_norm
+from hf_rewrite_runtime.products.linear import gated_linear, linear
+from hf_rewrite_runtime.products.prologue import Prologue
+from hf_rewrite_runtime.products.skinny import launch_skinny_linear, takes_norm
+from hf_rewrite_runtime.products.step_products import StepProducts
+from tolerances import assert_as_exact_as
+from torch import Tensor, nn
 
-one_row = importlib.import_module("rewrite.runtime.products.one_row")
+one_row = importlib.import_module("hf_rewrite_runtime.products.one_row")
 
-qkv_module = importlib.import_module("rewrite.runtime.attention.qkv_step")
+qkv_module = importlib.import_module("hf_rewrite_runtime.attention.qkv_step")
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)

@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hf_rewrite_runtime.norms.add_layer_norm import add_layer_norm
+from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
+from hf_rewrite_runtime.norms.layer_norm import layer_norm
+from hf_rewrite_runtime.norms.rms_norm import rms_norm
+from hf_rewrite_runtime.products.gated_activation import gated_activation
+from hf_rewrite_runtime.products.packing import packed_linear
 from torch import Tensor, nn
-
-from rewrite.runtime.norms.add_layer_norm import add_layer_norm
-from rewrite.runtime.norms.add_rms_norm import add_rms_norm
-from rewrite.runtime.norms.layer_norm import layer_norm
-from rewrite.runtime.norms.rms_norm import rms_norm
-from rewrite.runtime.products.gated_activation import gated_activation
-from rewrite.runtime.products.packing import packed_linear
 
 
 class Calls(nn.Module):

@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from hf_rewrite_runtime.core.explain import explain
+from hf_rewrite_runtime.forward import agreement, captured, fitness, lengths, padding, store, switch
+from hf_rewrite_runtime.forward.bounds import Bounds
+from hf_rewrite_runtime.forward.captured import CapturedForward
 from tolerances import WHOLE_FORWARD_IN_FP32
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils import ModelOutput
-
-from rewrite.runtime.core.explain import explain
-from rewrite.runtime.forward import agreement, captured, fitness, lengths, padding, store, switch
-from rewrite.runtime.forward.bounds import Bounds
-from rewrite.runtime.forward.captured import CapturedForward
 
 VOCABULARY, POSITIONS, WIDTH, HEADS = 50, 80, 16, 2
 
@@ -495,7 +494,7 @@ def test_the_second_text_of_a_bucket_captures(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_bucket_serves_texts_that_it_is_faster_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rewrite.runtime.forward import trial
+    from hf_rewrite_runtime.forward import trial
 
     asked: list[int] = []
 

@@ -11,14 +11,13 @@ import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
 from differentiated import all_as_exact, gradients
 from experts_of import Mixture, every_pair
+from hf_rewrite_runtime.core import backend
 from tolerances import assert_same_gradient
 from torch import Tensor
 from torch.nn import functional as F
 
-from rewrite.runtime.core import backend
-
-experts = importlib.import_module("rewrite.runtime.moe.experts")
-trained = importlib.import_module("rewrite.runtime.moe.trained")
+experts = importlib.import_module("hf_rewrite_runtime.moe.experts")
+trained = importlib.import_module("hf_rewrite_runtime.moe.trained")
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

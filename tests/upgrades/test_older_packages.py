@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from rewrite.runtime.package.flat import flat_files, flat_name
+from hf_rewrite_runtime.package.flat import flat_files, flat_name
 
 ARCHIVES = Path(__file__).parents[2] / "fixtures" / "packages"
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine
+from rewrite.package.features import ON_REQUEST
 
 from rewrite.deliver import acceptance
 from rewrite.errors import OutputNotWritable
 from rewrite.package import output, shared
-from rewrite.package.features import ON_REQUEST
 from rewrite.package.lock import read_lock
 from rewrite.sync import rebuild
 from rewrite.verify.models import sides

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from hf_rewrite_runtime.decode.loop import GraphLoop
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
-from rewrite.runtime.decode.loop import GraphLoop
 from rewrite.verify import Options
 from rewrite.verify.calls import captured
 from rewrite.verify.generation import loop
@@ -59,7 +59,7 @@ def test_a_crash_of_what_captures_is_none_of_the_original_s(bench: Any, monkeypa
     monkeypatch.setattr(GraphLoop, "run", crash)
     with pytest.raises(RuntimeError, match="planted"):
         asked_of_the_loop(bench)
-    monkeypatch.setattr("rewrite.runtime.forward.captured._called", crash)
+    monkeypatch.setattr("hf_rewrite_runtime.forward.captured._called", crash)
     with pytest.raises(RuntimeError, match="planted"):
         captured._needless(bench, "float32", "nothing was replayed")
 

@@ -10,6 +10,7 @@ from rewrite.analysis.effects import effects_of
 from rewrite.analysis.step.terms import canonical
 from rewrite.analysis.syntax.module import ClassInfo, Module, without_runtime
 from rewrite.analysis.syntax.nodes import parameters
+from rewrite.offers import is_of_runtime
 
 _LAST = ("linear", "fused_experts", "fp8_linear", "Prologue", "RoutingRule", "ExpertsForm", "ExpertParts")
 """What the methods of blocks, norms, routers and experts return the result of."""
@@ -37,4 +38,4 @@ def is_own_method(method: cst.FunctionDef | None, wanted: Collection[str] | None
     if not isinstance(call, cst.Call) or without_runtime(module.qualified(call.func)) not in _LAST:
         return False
     name = module.qualified(call.func)
-    return name.startswith(".runtime.") or not effects_of(module).names.is_bound(name)
+    return is_of_runtime(name) or not effects_of(module).names.is_bound(name)

@@ -15,6 +15,8 @@ from typing import Any, TypeVar, overload
 
 import libcst as cst
 
+from rewrite.offers import is_of_runtime
+
 MOVES = frozenset({"to", "float", "half", "double", "bfloat16", "cuda", "cpu", "train", "eval", "requires_grad_"})
 """Methods with which a module of torch changes itself in place, and which return it."""
 _MADE_BY = frozenset({*MOVES, "_apply", "__new__", "__getattribute__"})
@@ -517,4 +519,4 @@ def names_in(nodes: Iterable[cst.CSTNode]) -> set[str]:
 
 def without_runtime(name: str) -> str:
     """Return the bare name of what the runtime offers, which a file imports only once it has been rewritten."""
-    return name.rsplit(".", 1)[-1] if name.startswith(".runtime.") else name
+    return name.rsplit(".", 1)[-1] if is_of_runtime(name) else name

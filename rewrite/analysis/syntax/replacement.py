@@ -8,6 +8,7 @@ import libcst as cst
 
 from rewrite.analysis.syntax.module import Module, walk
 from rewrite.analysis.syntax.nodes import LINE_LENGTH, bound_names, parameters
+from rewrite.offers import is_of_runtime
 
 
 def returning(function: cst.FunctionDef, call: cst.SimpleStatementLine) -> cst.FunctionDef:
@@ -35,7 +36,7 @@ def is_docstring(statement: cst.CSTNode) -> bool:
 def name_is_free(name: str, module: Module, *functions: cst.FunctionDef) -> bool:
     """Whether `name` can mean the runtime's function in `functions`: nothing else in the file is called that."""
     imported = module.imports.get(name)
-    if imported is not None and not (imported.startswith(".runtime.") and imported.endswith(f".{name}")):
+    if imported is not None and not (is_of_runtime(imported) and imported.endswith(f".{name}")):
         return False
     if name in module.functions or name in module.classes:
         return False

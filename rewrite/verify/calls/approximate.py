@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rewrite.runtime.cache.names import argument_of, given_back, keeps_states_alone
+from hf_rewrite_runtime.cache.names import argument_of, given_back, keeps_states_alone
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch

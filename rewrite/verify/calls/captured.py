@@ -7,12 +7,11 @@ asks the package what ran: where it captures nothing, the check is not run and s
 from __future__ import annotations
 
 import copy
+import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from rewrite.measure.runtime_part import runtime_part
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, near_exact
@@ -53,8 +52,8 @@ def _captured(bench: Workbench) -> Mapping[str, Figure]:
     if bench.options.device == "cpu":
         setattr(pair.rewritten, SWITCH, True)
     origin = next(base.__module__ for base in type(pair.rewritten).__mro__ if SWITCH in vars(base))
-    package = origin.split(".runtime.")[0]
-    switch, store = (runtime_part(package, f"forward/{name}") for name in ("switch", "store"))
+    room = origin.rpartition(".")[0]
+    switch, store = (importlib.import_module(f"{room}.{name}") for name in ("switch", "store"))
     maximum = "fp64 max" if dtype == "float64" else "fp32 max"
     figures: dict[str, Figure] = {}
     with switch.use_forward_graphs("always"):
@@ -129,7 +128,7 @@ def _unpadded(store: Any) -> set[str]:
 
 def _unpadded_of_original(bench: Workbench, dtype: str) -> set[str]:
     """The same of the original itself on a CPU, its forward captured by this version."""
-    from rewrite.runtime.forward import captured, store, switch
+    from hf_rewrite_runtime.forward import captured, store, switch
 
     original = bench.fresh(bench.base, bench.implementations()[0], dtype).original
     with lent(original, captured.CapturedForward, SWITCH, True), switch.use_forward_graphs("always"):
@@ -148,7 +147,7 @@ def _needless(bench: Workbench, dtype: str, reason: str) -> None:
     Raises:
         Mismatch: it does, so that the package has no reason not to.
     """
-    from rewrite.runtime.forward import captured, store, switch
+    from hf_rewrite_runtime.forward import captured, store, switch
 
     original = bench.fresh(bench.base, bench.implementations()[0], dtype).original
     calls = [_arguments(bench, original.config, dtype, "none", number) for number in range(2)]

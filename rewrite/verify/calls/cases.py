@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rewrite.runtime.cache.names import NAMES, argument_of, given_back, keeps_states_alone
+from hf_rewrite_runtime.cache.names import NAMES, argument_of, given_back, keeps_states_alone
 
 from . import given
 from .given import DECODER_IDS, IDS, Arguments, Call, Value

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rewrite.runtime.cache.names import argument_of
+from hf_rewrite_runtime.cache.names import argument_of
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun

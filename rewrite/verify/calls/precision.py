@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rewrite.runtime.cache.names import argument_of, given_back
+from hf_rewrite_runtime.cache.names import argument_of, given_back
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, finite, require_same_dtypes, same_names

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rewrite.runtime.cache.names import argument_of, given_back
+from hf_rewrite_runtime.cache.names import argument_of, given_back
 
 from ..judging.compare import NotRun, equal
 from ..models.configs import Variant

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from rewrite.runtime.cache.names import NAMES, passed_on
+from hf_rewrite_runtime.cache.names import NAMES, passed_on
 
 from ..judging.compare import NotRun
 from ..models.workbench import Workbench, on_original

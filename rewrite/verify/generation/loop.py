@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rewrite.measure.runtime_part import runtime_part
 
 from ..calls.approximate import step_by_step
 from ..judging.checks import CheckRun
@@ -41,9 +40,9 @@ MARK = "_within_window"
 PADS = "_takes_padding"
 """Set to False on a class, the loop runs for rows without padding."""
 WIDE = 128
-LOOP = re.compile(r"\.runtime\.decode(\.generation)?$")
-"""Where the loop is in a package."""
-PARTS = ("core/backend", "decode/graph", "decode/graph_store", "core/capture")
+LOOP = re.compile(r"\.decode\.generation$")
+"""Where the loop is in a runtime, installed or vendored."""
+PARTS = ("core.backend", "decode.graph", "decode.graph_store", "core.capture")
 NEW, LONGER = 16, 40
 generate = partial(texts.generate, use_cache=True)
 """Asked for a cache, since a configuration may say none (MPT's does): there is no loop without."""
@@ -97,9 +96,9 @@ class Package:
             NotRun: it is no runtime that this verifier knows.
         """
         origin = next(base.__module__ for base in model_class.__mro__ if SWITCH in vars(base))
-        package = LOOP.sub("", origin)
+        root = LOOP.sub("", origin)
         try:
-            return cls(*(runtime_part(package, name) for name in PARTS))
+            return cls(*(importlib.import_module(f"{root}.{name}") for name in PARTS))
         except ModuleNotFoundError as error:
             raise NotRun(f"the package's loop is not one that can be asked what ran: {error}") from error
 
@@ -171,8 +170,8 @@ def needless(bench: Workbench, original: Any, run: Callable[[Any], object], reas
     Raises:
         Mismatch: it takes the call, so that the package has no reason not to.
     """
-    from rewrite.runtime.core import backend
-    from rewrite.runtime.decode.generation import GraphGeneration
+    from hf_rewrite_runtime.core import backend
+    from hf_rewrite_runtime.decode.generation import GraphGeneration
 
     if not comparable(bench) or str(reason).endswith(": window"):  # that the class is marked for is seen nowhere else
         return
@@ -311,7 +310,7 @@ def _steps(bench: Workbench, model: Any, batch: Batch, feed: Tensor, padding: bo
 
 def _is_known(model: Any, rows: int, capacity: int) -> bool:
     """Whether this version's loop has buffers for what a model's cache holds."""
-    from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
+    from hf_rewrite_runtime.decode.graph import DecodeGraph, UnknownCache
 
     try:
         DecodeGraph(model, rows, capacity)

@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from rewrite.runtime.cache.names import argument_of
+from hf_rewrite_runtime.cache.names import argument_of
 
 from ..calls.caches import new_cache
 from ..models.inputs import Batch

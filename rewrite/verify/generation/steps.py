@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rewrite.runtime.cache.names import argument_of, given_back
+from hf_rewrite_runtime.cache.names import argument_of, given_back
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun

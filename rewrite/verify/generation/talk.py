@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rewrite.runtime.cache.names import asked_with, given_back
+from hf_rewrite_runtime.cache.names import asked_with, given_back
 
 from ..calls.caches import own_cache_class
 from ..calls.observed import everything

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rewrite.runtime.cache.names import asked_with, given_back
+from hf_rewrite_runtime.cache.names import asked_with, given_back
 
 from ..calls.approximate import step_by_step
 from ..judging.checks import CheckRun

@@ -6,7 +6,6 @@ import ast
 import hashlib
 import importlib
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -36,20 +35,6 @@ class Source:
     def identity(self) -> Identity:
         """The file by name and content."""
         return Identity(str(self.side), str(self.path), hashlib.sha256(self.path.read_bytes()).hexdigest())
-
-
-def shared_rooms(source: Source) -> list[Path]:
-    """Return the files of a runtime that a package shares with others: they lie outside of it, and run with it."""
-    folder = source.path.parent
-    lock = folder / "rewrite.lock"
-    if not lock.is_file() or (folder / "runtime" / "core.py").is_file():
-        return []
-    try:
-        way = json.loads(lock.read_text("utf-8"))["options"].get("runtime")
-    except (ValueError, KeyError, TypeError, AttributeError):  # a check of its own says so
-        return []
-    found = sorted((folder / way).resolve().glob("*.py")) if isinstance(way, str) else []
-    return [file for file in found if source.package is None or not file.is_relative_to(source.package)]
 
 
 def locate(side: Side) -> Source:

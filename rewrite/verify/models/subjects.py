@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from hf_rewrite_runtime.cache.names import NAMES
+
 from rewrite.errors import NothingToBuild, VerificationError
-from rewrite.runtime.cache.names import NAMES
 
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 

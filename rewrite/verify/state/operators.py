@@ -10,7 +10,6 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
 from ..judging.verdict import Figure
 from ..models.workbench import Workbench, on_original
-from .runtime import backend_of, called, package_of
+from .runtime import called, package_of
 
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -126,17 +125,5 @@ def _dispatched(namespace: str) -> Iterator[set[str]]:
 
 
 def _namespace(bench: Workbench) -> str:
-    """The namespace of the package's operators, whose runtime knows where it lies.
-
-    Raises:
-        NotRun: the rewritten side has no runtime, or one without operators.
-        Mismatch: the runtime takes another folder for that of its package.
-    """
-    counter: str = backend_of(bench).reset_fallbacks.__module__
-    place = runtime_part(package_of(bench), "core/place")
-    if not hasattr(place, "NAMESPACE"):
-        raise NotRun("the package brings no operators")
-    runtime = sys.modules[counter[: counter.index(".runtime") + len(".runtime")]]
-    if Path(place.FOLDER).resolve() != (folder := Path(runtime.__path__[0]).resolve().parent):
-        raise Mismatch(f"the runtime takes {Path(place.FOLDER).name} for the package's folder, which is {folder.name}")
-    return str(place.NAMESPACE)
+    """The namespace of the operators of the package's runtime."""
+    return str(runtime_part(package_of(bench), "core/place").NAMESPACE)

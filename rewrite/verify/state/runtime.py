@@ -16,8 +16,9 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hf_rewrite_runtime.cache.names import argument_of, given_back
+
 from rewrite.measure.runtime_part import runtime_part
-from rewrite.runtime.cache.names import argument_of, given_back
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
@@ -196,8 +197,8 @@ def _sizes(modules: Sequence[ModuleType]) -> dict[str, int]:
 
 def _modules(bench: Workbench) -> list[ModuleType]:
     """The modules of the package's runtime."""
-    package = package_of(bench)
-    return [module for name, module in list(sys.modules.items()) if name.startswith(f"{package}.runtime.")]
+    root = runtime_part(package_of(bench), "core/backend").__name__.removesuffix("core.backend")
+    return [module for name, module in list(sys.modules.items()) if name.startswith(root)]
 
 
 def package_of(bench: Workbench) -> str:

@@ -14,7 +14,7 @@ from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
 from ..judging.verdict import Figure, Options
 from ..models.model_inputs import make
-from ..models.sides import Source, shared_rooms
+from ..models.sides import Source
 from ..models.subjects import Subjects
 from ..models.workbench import Workbench
 
@@ -35,7 +35,7 @@ def text_checks(source: Source, options: Options) -> Iterator[CheckRun]:
 
 def _parses(source: Source) -> Mapping[str, Figure]:
     folder = source.package or source.path.parent
-    files = [*sorted(folder.rglob("*.py")), *shared_rooms(source)] if source.package else [source.path]
+    files = sorted(folder.rglob("*.py")) if source.package else [source.path]
     for file in files:
         try:
             ast.parse(file.read_text("utf-8"), str(file))

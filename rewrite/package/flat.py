@@ -1,75 +1,48 @@
-"""A package in the form that transformers' dynamic modules load: flat files that import each other with one dot.
+"""A package with a vendored runtime in the form that transformers' dynamic modules load: flat files.
 
 `AutoModel.from_pretrained(…, trust_remote_code=True)` copies the file that `auto_map` names and those that it imports
 as `from .name import …`: no folders, and in transformers 5.0 only what that one file names itself. So
-`runtime/norms.py` becomes `rewrite_runtime_norms.py`, a file `runtime/norms/rms_norm.py` of an older package
-`rewrite_runtime_norms_rms_norm.py`, and the modeling file names them all. Reads text, imports nothing.
+`_runtime/norms/rms_norm.py` becomes `rewrite_runtime_norms_rms_norm.py`, and the modeling file names them all.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 MARK = "# Flat copy by hf-rewrite (Apache-2.0) of "
 """Begins every flat file of the runtime; the modeling file and those beside it keep their own headers and notices."""
-UPSTREAM = "runtime/upstream.py"
-_GUARDS = ("runtime/origin.py", "runtime/origin/guard.py", "runtime/guard.py")
-"""The file of the guard, now and in packages of older layouts."""
-_LOCK = " rewrite.lock lists what was changed and what was skipped."
 
 
 class NotFlat(ValueError):
     """A package has no flat form."""
 
 
-def flat_files(folder: Path, modeling: str, shared: Sequence[Path] = ()) -> dict[str, str]:
-    """Return the flat files, by name, of the package in `folder` whose modeling file is `modeling`.
+def flat_files(files: Mapping[str, str], modeling: str) -> dict[str, str]:
+    """Return the flat files, by name, of a package whose modeling file is `modeling`.
 
     Args:
-        folder: the package.
+        files: the text of every Python file of the package, by its path in it.
         modeling: the name of its modeling file.
-        shared: where else the files of its `runtime/` are looked for.
 
     Raises:
         NotFlat: if a file imports one that is not there, or two would have the same name.
     """
-    places = _Places(folder, shared)
-    guard = _guard(folder / "__init__.py")
     found: dict[str, str] = {}
-    made_from = next((name for name in _GUARDS if places.has(name)), "")
-    waiting = [modeling, *([made_from, UPSTREAM] if guard else [])]
+    waiting = [modeling]
     while waiting:
         name = waiting.pop()
         if name not in found:
-            found[name], needed = _flattened(places, name)
+            found[name], needed = _flattened(files, name)
             waiting += needed
     names = {name: flat_name(name) for name in sorted(found)}
     if len(set(names.values())) < len(names):
         raise NotFlat(f"two files would have one name: {', '.join(sorted(names.values()))}")
-    runtime = [names[name] for name in sorted(found) if name != modeling]
+    others = [names[name] for name in sorted(found) if name != modeling]
     texts = {names[name]: _marked(name, text) for name, text in sorted(found.items()) if name != modeling}
-    return {modeling: _with_names(found[modeling].replace(_LOCK, "", 1), guard, made_from, runtime), **texts}
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where the files of a package lie."""
-
-    folder: Path
-    shared: Sequence[Path]
-
-    def path(self, name: PurePosixPath | str) -> Path:
-        """Return where a file is, by its name in the package."""
-        parts = PurePosixPath(name).parts
-        others = [place.joinpath(*parts[1:]) for place in self.shared if parts[0] == "runtime"]
-        return next((path for path in (self.folder / name, *others) if path.is_file()), self.folder / name)
-
-    def has(self, name: PurePosixPath | str) -> bool:
-        """Return whether there is such a file."""
-        return self.path(name).is_file()
+    return {modeling: _with_names(found[modeling], others), **texts}
 
 
 def _marked(name: str, text: str) -> str:
@@ -80,18 +53,19 @@ def _marked(name: str, text: str) -> str:
 def flat_name(name: str) -> str:
     """Return the name of the flat file of a file in a package: one at its top keeps its own."""
     path = PurePosixPath(name)
-    parts = path.parent.parts if path.name == "__init__.py" else (*path.parent.parts, path.stem)
+    folders = tuple(part.strip("_") for part in path.parent.parts)
+    parts = folders if path.name == "__init__.py" else (*folders, path.stem)
     return f"{'_'.join(('rewrite', *parts)) if path.parent.parts else path.stem}.py"
 
 
-def _flattened(places: _Places, name: str) -> tuple[str, list[str]]:
+def _flattened(files: Mapping[str, str], name: str) -> tuple[str, list[str]]:
     """Return the text of a file with one dot in each of its relative imports, and the files that these name."""
-    text = places.path(name).read_text(encoding="utf-8")
+    text = files[name]
     lines = text.split("\n")
     needed: list[str] = []
     imports = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom) and n.level]
     for node in sorted(imports, key=lambda node: node.lineno, reverse=True):
-        found = [_imported(places, name, node, alias) for alias in node.names]
+        found = [_imported(files, name, node, alias) for alias in node.names]
         needed += [one.file for one in found]
         if not any("/" in file for file in (name, *(one.file for one in found))):
             continue  # files beside the modeling file are flat
@@ -109,23 +83,16 @@ class _Imported:
     """Whether the name is the file itself, and not something in it."""
 
 
-def _imported(places: _Places, name: str, node: ast.ImportFrom, alias: ast.alias) -> _Imported:
+def _imported(files: Mapping[str, str], name: str, node: ast.ImportFrom, alias: ast.alias) -> _Imported:
     base = PurePosixPath(name).parents[node.level - 1].joinpath(*(node.module or "").split("."))
-    init = base / "__init__.py"
-    if node.module is not None and places.has(f"{base}.py"):
+    if node.module is not None and f"{base}.py" in files:
         return _Imported(alias, f"{base}.py", is_module=False)
-    if base.name and places.has(init) and alias.name in _bound(places.path(init)):  # before a file of that name
-        return _Imported(alias, init.as_posix(), is_module=False)
+    if base.name and f"{base}/__init__.py" in files and alias.name.startswith("__"):
+        return _Imported(alias, f"{base}/__init__.py", is_module=False)
     for path in (base / f"{alias.name}.py", base / alias.name / "__init__.py"):
-        if places.has(path):
+        if path.as_posix() in files:
             return _Imported(alias, path.as_posix(), is_module=True)
     raise NotFlat(f"{name} imports {alias.name}, which no file beside the modeling file or below it has")
-
-
-def _bound(path: Path) -> set[str]:
-    """Return the names that a room's `__init__.py` imports from its files."""
-    imports = (node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom))
-    return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
 def _statements(imported: Iterable[_Imported]) -> Iterator[str]:
@@ -150,33 +117,9 @@ def _replace(lines: list[str], node: ast.ImportFrom, statements: list[str]) -> N
     lines[first : last + 1] = f"{before}{between.join(statements)}{behind}".split("\n")
 
 
-def _guard(init: Path) -> list[str]:
-    """Return the arguments with which a package looks at the installed transformers when it is imported."""
-    if not init.is_file():
-        return []
-    for node in ast.parse(init.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.With) and isinstance(call := node.items[0].context_expr, ast.Call):
-            if ast.unparse(call.func).endswith("made_from"):
-                given = {k.arg: ast.unparse(k.value) for k in call.keywords}
-                given["command"] = f"{given['command']} + ', and export it again'"
-                tables = {"called", "replaced", "imported"} & given.keys()
-                given |= {name: f"_upstream.{name.upper()}" for name in sorted(tables)}
-                return [f"{name}={value}," for name, value in given.items()]
-    return []
-
-
-def _with_names(text: str, guard: list[str], guarding: str, files: Iterable[str]) -> str:
+def _with_names(text: str, files: Iterable[str]) -> str:
     """Return the text of the modeling file with a block before its imports that names every other file."""
     block = ["from typing import TYPE_CHECKING", ""]
-    if guard:
-        made_from, upstream = (flat_name(name).removesuffix(".py") for name in (guarding, UPSTREAM))
-        block += [
-            f"from . import {upstream} as _upstream",
-            f"from .{made_from} import made_from",
-            "",
-            "with made_from(",
-        ]
-        block += [*(f"    {argument}" for argument in guard), "):", "    pass", ""]
     block += ["if TYPE_CHECKING:  # transformers copies the files that it finds named in this one"]
     block += [f"    from .{name.removesuffix('.py')} import __name__ as _" for name in files] or ["    pass"]
     lines = text.split("\n")
