@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
-
-from rewrite.package import targets
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores: with a thread for every core in each of them, torch spends its time on waiting.
@@ -37,9 +34,3 @@ def examples(request: pytest.FixtureRequest) -> int:
 def brief(request: pytest.FixtureRequest) -> bool:
     """Whether kernels are compiled and interpreted in few forms: what another version could break, and no more."""
     return bool(request.config.getoption("--brief"))
-
-
-@pytest.fixture(autouse=True)
-def one_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make packages as a machine without several GPUs does, wherever tests run."""
-    monkeypatch.setattr(targets, "DEVICES", Path(os.devnull))

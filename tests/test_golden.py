@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from whole_runtime import whole_runtime
 
 from rewrite.engine.passes import rewrite_text
 from rewrite.transform import Rewritten, Transform
@@ -120,7 +119,6 @@ def imported(case: Path, texts: dict[str, str], folder: Path) -> Iterable[Module
     package = f"golden_{case.parent.name}_{case.name}"
     (folder / package).mkdir()
     (folder / package / "__init__.py").touch()
-    (folder / package / "runtime").symlink_to(whole_runtime() / "runtime")
     for name, text in texts.items():
         (folder / package / f"{name}.py").write_text(text)
     return [importlib.import_module(f"{package}.{name}") for name in texts]

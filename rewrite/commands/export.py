@@ -37,8 +37,8 @@ def export(
     """Write the modeling file of the package DIR to OUT, to be uploaded beside a checkpoint's weights.
 
     At the other end `from_pretrained(..., trust_remote_code=True)` builds the rewritten classes; hf-rewrite-runtime
-    has to be installed there, or goes along with --vendor. With --checkpoint, OUT gets its config.json with an `auto_map` that names them; OUT
-    may be the checkpoint's own folder, where nothing else is changed.
+    has to be installed there, or goes along with --vendor. With --checkpoint, OUT gets its config.json with an
+    `auto_map` that names them; OUT may be the checkpoint's own folder, where nothing else is changed.
     """
     from rewrite.deliver import report
     from rewrite.package import hub, vendor

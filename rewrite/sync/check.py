@@ -19,7 +19,7 @@ from rewrite.errors import (
 )
 from rewrite.package import kept, vendor
 from rewrite.package.assemble import KEPT, VERDICT_NAME
-from rewrite.package.lock import Lock, read_lock, sha256
+from rewrite.package.lock import Lock, Runtime, read_lock, sha256
 from rewrite.sync import edits, lines, merge, rebuild, runtime_names
 from rewrite.sync.changes import RuleChange
 from rewrite.sync.rebuild import Renewal
@@ -182,11 +182,7 @@ def _imports(folder: Path, lock: Lock) -> Iterator[Finding]:
 def _runtime(folder: Path, lock: Lock) -> Iterator[Finding]:
     """Compare the runtime that the package was made with and the one that this tool is of."""
     version, digest = vendor.runtime()
-    if (
-        lock.options.vendored
-        or not lock.runtime.version
-        or (lock.runtime.version, lock.runtime.sha256) == (version, digest)
-    ):
+    if lock.options.vendored or lock.runtime in (Runtime("", ""), Runtime(version, digest)):
         return
     now = version if version != lock.runtime.version else f"another {version}"
     message = f"made with hf-rewrite-runtime {lock.runtime.version}, now {now}: rewrite sync {folder}"

@@ -64,7 +64,7 @@ def explain(model: nn.Module | None = None) -> Explanation:
 
 
 def decode_loops(module: str) -> dict[str, str]:
-    """Return what the lock beside a modeling file says of its classes that generate; nothing where none can be read."""
+    """Return what the lock beside a modeling file says of its classes that generate; nothing if it cannot be read."""
     file = getattr(sys.modules.get(module), "__file__", None)
     said = read_lock(Path(file).parent).get("decode_loops") if file else None
     return {str(name): str(text) for name, text in said.items()} if isinstance(said, dict) else {}

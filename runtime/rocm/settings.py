@@ -191,8 +191,9 @@ def _is_compiler(frame: Any) -> bool:
 def tunable_op(on: bool = True, *, tune: bool = False, record: bool = False, force: bool = False) -> Configuration:
     """Switch TunableOp, with which torch takes the fastest solution of rocBLAS and hipBLASLt for each product.
 
-    Its results are in `tunableop.csv` (`core/tables.py`), to whose name torch adds the card's number. With `tune` a product that is not there yet is tuned when it is first called,
-    which takes seconds: run the model once like that, eagerly and with every shape, and never inside a capture.
+    Its results are in `tunableop.csv` (`core/tables.py`), to whose name torch adds the card's number. With `tune` a
+    product that is not there yet is tuned when it is first called, which takes seconds: run the model once like that,
+    eagerly and with every shape, and never inside a capture.
 
     Args:
         on: whether products take the tuned solutions.

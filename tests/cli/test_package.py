@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine
-from rewrite.package.features import ON_REQUEST
 from rewrite.package.targets import of_machine
 
 from rewrite.package import runtime_files, targets

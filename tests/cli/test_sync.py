@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine
-from rewrite.package.features import ON_REQUEST
 
 from rewrite.package.lock import read_lock
 from rewrite.sync.merge import three_way

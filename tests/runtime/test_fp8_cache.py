@@ -17,7 +17,6 @@ import torch
 import transformers
 from hf_rewrite_runtime.cache.fp8_layer import Fp8Layer
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
-from rewrite.package.features import ON_REQUEST
 from rounded_cache import RoundedLayer, rounded, rounded_cache
 from tolerances import ROUNDED_CACHE, ROUNDED_CACHE_IN_FP32
 from torch import Tensor

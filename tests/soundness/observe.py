@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from whole_runtime import whole_runtime
 
 from soundness.case import Case
 from soundness.decoding import decode, talk
@@ -72,10 +71,9 @@ class Observation:
 
 
 def package() -> None:
-    """Make `from .runtime.x import y` work in executed texts: a package whose runtime is the project's."""
+    """Make relative imports work in executed texts."""
     if PACKAGE not in sys.modules:
         made = types.ModuleType(PACKAGE)
-        made.__path__ = [str(whole_runtime())]
         sys.modules[PACKAGE] = made
 
 
