@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NOT_SO = frozenset({
-    "gradient", "gradient_wanted", "training_left_out", "observed", "autocast", "watched", "traced", "capturing",
+    "gradient", "gradient_wanted", "observed", "autocast", "watched", "traced", "capturing",
     "not_a_tensor", "not_linear", "dtype", "shape", "strided", "shared_storage",
 })  # fmt: skip
 """Reasons that no operator has in a plain call of a new model, which nobody watches, in one dtype and one batch."""
@@ -188,7 +188,7 @@ def swallowed(modules: Sequence[ModuleType]) -> Iterator[list[str]]:
 def _sizes(modules: Sequence[ModuleType]) -> dict[str, int]:
     """How much each table holds that the modules keep."""
     return {
-        f"{module.__name__.rpartition('.')[2]}.{name}": len(value)
+        f"{'.'.join(module.__name__.split('.')[-2:])}.{name}": len(value)
         for module in modules
         for name, value in vars(module).items()
         if isinstance(value, CONTAINERS) and isinstance(value, Sized) and not name.startswith("__")
@@ -212,7 +212,9 @@ def backend_of(bench: Workbench) -> Any:
     Raises:
         NotRun: the rewritten side has no runtime.
     """
-    try:
-        return runtime_part(package_of(bench), "core/backend")
-    except ModuleNotFoundError as error:
-        raise NotRun("there is no runtime that can be asked") from error
+    backend = runtime_part(package_of(bench), "core/backend")
+    root = backend.__name__.removesuffix("core.backend")
+    module = sys.modules[bench.subject.rewritten.__module__]
+    if not any(str(getattr(value, "__module__", "")).startswith(root) for value in vars(module).values()):
+        raise NotRun("there is no runtime that can be asked")
+    return backend
