@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_rewrite_runtime.cache.names import argument_of, given_back
 
-from rewrite.measure.runtime_part import runtime_part
+from rewrite.measure.runtime_part import has_runtime, runtime_part
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
@@ -212,9 +212,6 @@ def backend_of(bench: Workbench) -> Any:
     Raises:
         NotRun: the rewritten side has no runtime.
     """
-    backend = runtime_part(package_of(bench), "core/backend")
-    root = backend.__name__.removesuffix("core.backend")
-    module = sys.modules[bench.subject.rewritten.__module__]
-    if not any(str(getattr(value, "__module__", "")).startswith(root) for value in vars(module).values()):
+    if not has_runtime(bench.subject.rewritten.__module__):
         raise NotRun("there is no runtime that can be asked")
-    return backend
+    return runtime_part(package_of(bench), "core/backend")
