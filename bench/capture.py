@@ -29,7 +29,6 @@ import torch
 import transformers  # the children are forks: they start with it loaded
 from hf_rewrite_runtime.cache.names import argument_of
 
-
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(Path(__file__).parent))
 BATCH, PROMPT, STEPS, WARM, CAPACITY, PADDING = 2, 6, 5, 2, 16, 2
