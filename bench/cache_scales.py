@@ -7,7 +7,7 @@ are of one size, which differs from layer to layer. Attention of 16 queries to 4
 
     none                no scale: numbers beyond the range become its end
     head, of a prompt   a power of two for each head, from the first 256 tokens
-    head and token      a power of two for each row, as `rewrite/runtime/cache/fp8_layer.py` has it
+    head and token      a power of two for each row, as `runtime/cache/fp8_layer.py` has it
 """
 
 from __future__ import annotations

@@ -38,9 +38,7 @@ def test_a_whole_forward_gives_the_originals_outputs(model: str, tmp_path: Path,
     package = tmp_path / f"rewritten_{model}"
     rewrite = [sys.executable, "-c", "from rewrite.cli import main; main()", model, "--out", str(package)]
     subprocess.run([*rewrite, "--no-verify", "--quiet"], check=True, cwd=ROOT, capture_output=True)
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1", "REWRITE_BACKEND": "triton", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+    environment = os.environ | {"TRITON_INTERPRET": "1", "REWRITE_BACKEND": "triton", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), str(package), model, name]
     run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]

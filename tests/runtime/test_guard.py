@@ -2,23 +2,23 @@
 
 import ast
 import importlib
+import json
 import sys
+import types
 import warnings
 from pathlib import Path
 
 import pytest
 import transformers
+from hf_rewrite_runtime import __version__ as runtime_version
+from hf_rewrite_runtime.core import tables
 from hf_rewrite_runtime.origin import fingerprints, guard
 
 from rewrite.package import definitions
 
 ROOT = Path(transformers.__file__).parent
 MASK = "masking_utils:create_causal_mask"
-MADE = {
-    "package": "optimized_llama",
-    "version": "4.99.0",
-    "command": "rewrite sync optimized_llama",
-}
+PACKAGE = "optimized_llama"
 MODULE = """
 @wrapped(
     "x",
@@ -67,9 +67,33 @@ OTHER = {
 }
 
 
-def imported(**changes):
-    with guard.made_from(**{**MADE, **changes}):
-        return True
+@pytest.fixture
+def locked(tmp_path, monkeypatch):
+    """Write what the lock of a package says of the libraries that it was made with."""
+    folder = tmp_path / PACKAGE
+    folder.mkdir()
+    module = types.ModuleType(PACKAGE)
+    module.__file__ = str(folder / "__init__.py")
+    monkeypatch.setitem(sys.modules, PACKAGE, module)
+
+    def write(version="4.99.0", runtime=runtime_version, **guarded):
+        lock = {"source": {"transformers": version}, "guard": guarded, "runtime": {"version": runtime}}
+        (folder / "rewrite.lock").write_text(json.dumps(lock))
+
+    write()
+    return write
+
+
+@pytest.fixture
+def imported(locked):
+    """Import a package whose lock says this."""
+
+    def run(**said):
+        locked(**said)
+        with guard.made_from(PACKAGE):
+            return True
+
+    return run
 
 
 def mask(**changes):
@@ -137,7 +161,7 @@ def test_a_definition_that_moved_is_found_by_what_was_imported():
     )
 
 
-def test_what_has_not_changed_imports_without_a_word():
+def test_what_has_not_changed_imports_without_a_word(imported):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert imported(imported=mask())
@@ -145,7 +169,7 @@ def test_what_has_not_changed_imports_without_a_word():
         assert imported(version=transformers.__version__, imported=mask(whole="0" * 8, code="0" * 8))
 
 
-def test_a_change_warns_once_and_says_what_to_run():
+def test_a_change_warns_once_and_says_what_to_run(imported):
     with pytest.warns(guard.TransformersChanged, match="other code in create_causal_mask") as said:
         assert imported(imported=mask(whole="0" * 8, code="0" * 8))
     assert len(said) == 1
@@ -155,7 +179,7 @@ def test_a_change_warns_once_and_says_what_to_run():
     assert said[0].filename == __file__ or "pytest" in said[0].filename
 
 
-def test_strict_raises_and_off_says_nothing(monkeypatch):
+def test_strict_raises_and_off_says_nothing(imported, monkeypatch):
     changed = mask(whole="0" * 8, parameters="0" * 8)
     monkeypatch.setenv(guard.ENVIRONMENT_VARIABLE, "strict")
     with pytest.raises(guard.TransformersMoved, match="other parameters of create_causal_mask"):
@@ -178,7 +202,42 @@ def test_a_function_that_no_longer_takes_what_it_is_given_raises_with_the_way_ou
     assert fingerprints.misfits(fingerprints.Files(ROOT), taken, called) == []  # the import says that it is gone
 
 
-def test_a_keyword_that_is_gone(tmp_path, monkeypatch):
+@pytest.mark.parametrize("version", ["0.0.7", "1.0.0"])
+def test_a_runtime_of_another_minor_version_is_said_once_and_raises_where_it_is_asked_to(
+    imported, monkeypatch, version
+):
+    with pytest.warns(guard.RuntimeMoved) as said:
+        assert imported(runtime=version, version=transformers.__version__)
+    (text,) = {str(one.message) for one in said}
+    for piece in (version, runtime_version, f"rewrite sync {PACKAGE}", f"hf-rewrite-runtime~={version}"):
+        assert piece in text
+    monkeypatch.setenv(guard.ENVIRONMENT_VARIABLE, "strict")
+    with pytest.raises(ImportError, match="is installed: rewrite sync"):
+        imported(runtime=version)
+
+
+def test_a_runtime_of_another_patch_and_a_package_without_a_lock_are_not_spoken_of(imported, tmp_path, monkeypatch):
+    monkeypatch.setenv(guard.ENVIRONMENT_VARIABLE, "strict")
+    assert imported(runtime=f"{runtime_version}.7", version=transformers.__version__)
+    (tmp_path / PACKAGE / "rewrite.lock").unlink()
+    with guard.made_from(PACKAGE):
+        pass
+
+
+def test_a_package_that_ships_tables_has_its_say(imported, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "_shipped", [])
+    assert imported(version=transformers.__version__)
+    assert tables.folders() == [tables.folder()]
+    for folder, entry in ((tmp_path / PACKAGE, [1]), (tmp_path / "own", [2])):
+        folder.mkdir(exist_ok=True)
+        (folder / tables.TUNED).write_text(json.dumps({"chip": {"linear": entry, str(entry): None}}))
+    monkeypatch.setenv(tables.VARIABLE, str(tmp_path / "own"))
+    assert imported(version=transformers.__version__)
+    assert tables.read(tables.TUNED) == {"chip": {"linear": [2], "[1]": None, "[2]": None}}  # the user's goes before
+    tables.forget()
+
+
+def test_a_keyword_that_is_gone(imported, tmp_path, monkeypatch):
     taken = of_module(tmp_path, MODULE)
     (tmp_path / "__init__.py").write_text("")
     monkeypatch.setattr(transformers, "__file__", str(tmp_path / "__init__.py"))
@@ -188,13 +247,13 @@ def test_a_keyword_that_is_gone(tmp_path, monkeypatch):
     assert "Make it anew: rewrite sync optimized_llama, or pip install transformers==4.99.0" in str(error.value)
 
 
-def test_a_name_that_is_gone_is_the_same_error():
-    with pytest.raises(guard.TransformersMoved, match="cannot import name 'gone_helper'"), guard.made_from(**MADE):
+def test_a_name_that_is_gone_is_the_same_error(locked):
+    with pytest.raises(guard.TransformersMoved, match="cannot import name 'gone_helper'"), guard.made_from(PACKAGE):
         from transformers.utils import gone_helper  # noqa: F401
 
 
-def test_an_error_that_is_not_about_transformers_passes_through():
-    with pytest.raises(ModuleNotFoundError, match="no_such_library"), guard.made_from(**MADE):
+def test_an_error_that_is_not_about_transformers_passes_through(locked):
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"), guard.made_from(PACKAGE):
         importlib.import_module("no_such_library")
     assert "no_such_library" not in sys.modules
 
@@ -220,7 +279,7 @@ def test_a_package_in_a_folder_of_models_is_imported_without_a_complaint(
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(
         "from hf_rewrite_runtime.origin.guard import made_from\n"
-        "with made_from(package=__name__, version='', command=''):\n    from . import modeling_fast\n"
+        "with made_from(__name__):\n    from . import modeling_fast\n"
     )
     (package / "modeling_fast.py").write_text(
         "from transformers.utils import auto_docstring\n"

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from hf_rewrite_runtime.core import tables
 from hf_rewrite_runtime.rocm import settings as rocm
 
-ROOT = Path(__file__).parents[2]
 ON_ROCM = torch.version.hip is not None
 STATE = """
 import os, sys
@@ -44,8 +44,7 @@ def outcomes(made: rocm.Configuration) -> dict[str, str]:
 
 
 def test_importing_changes_nothing() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", STATE], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", STATE], check=True)
 
 
 @pytest.mark.skipif(ON_ROCM, reason="this torch is built for ROCm")
@@ -171,11 +170,10 @@ class Tuner:
         self.filename = name.replace(".csv", "0.csv") if insert_device_ordinal else name
 
 
-def test_tunable_op_keeps_its_file_in_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tunable_op_keeps_its_file_with_the_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tuner = Tuner()
     tuner.patch(monkeypatch)
-    assert rocm.TUNABLE_FILE.parent == Path(rocm.__file__).parents[2]
-    monkeypatch.setattr(rocm, "TUNABLE_FILE", tmp_path / "tunableop.csv")
+    monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
     with rocm.tunable_op(tune=True, force=True) as made:
         assert (tuner.enabled, tuner.tuning) == (True, True)
         assert tuner.filename == str(tmp_path / "tunableop0.csv")
@@ -197,7 +195,7 @@ def test_products_are_written_down_for_another_process_to_tune(
 ) -> None:
     tuner = Tuner()
     tuner.patch(monkeypatch)
-    monkeypatch.setattr(rocm, "TUNABLE_FILE", tmp_path / "tunableop.csv")
+    monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
     with rocm.tunable_op(tune=True, record=True, force=True) as made:
         assert (tuner.enabled, tuner.tuning, tuner.recording) == (True, False, True)
         assert outcomes(made)["TunableOp records"] == "set"
