@@ -7,7 +7,8 @@
     python bench/upgrades.py pages
 
 Each writes its part of bench/results/upgrades.json; `pages` writes the tables of docs/upgrades.md from it. The wheels
-come from `pip download --no-deps transformers==VERSION -d DIR`; a release whose Python is given, with `runtime/` installed, is verified there.
+come from `pip download --no-deps transformers==VERSION -d DIR`; a release whose Python is given is verified there, and
+it has `runtime/` installed.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from rewrite.offers import DISTRIBUTION
+
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "transformers", "triton", "numpy"}
 WITH_TORCH = {"verify", "benchmark", "measure", "profile", "tuning", "kernels", "runtime", "sweep/loaded"}
@@ -69,7 +71,7 @@ def imported(path: Path, for_types: bool = True) -> Iterator[str]:
 
 def module_of(name: str) -> str | None:
     """Return the module of the project that an imported name stands in."""
-    parts = name.split(".")
+    parts = name.replace(DISTRIBUTION, "rewrite.runtime").split(".")
     if parts[0] != "rewrite":
         return None
     parts = parts[1:] if parts[1:2] in (["runtime"], ["transforms"]) else parts
