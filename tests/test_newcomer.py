@@ -78,7 +78,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(copy: Path, *arguments: str, **environment: str) -> str:
     """Run Python in the copy, and return what it prints."""
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join((str(copy), str(copy / ".links"))), "OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environment
+    variables = (
+        os.environ
+        | {"PYTHONPATH": os.pathsep.join((str(copy), str(copy / ".links"))), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        | environment
+    )
     done = subprocess.run([sys.executable, *arguments], cwd=copy, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
