@@ -62,7 +62,7 @@ def package(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layout")
     transforms = select()
     built = build(resolve("llama"), transforms)
-    for path, content in assemble(built, transforms, Options(target="rocm"), Path("laid_out")).files.items():
+    for path, content in assemble(built, transforms, Options(), Path("laid_out")).files.items():
         (folder / "laid_out" / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / "laid_out" / path).write_bytes(content)
     sys.path.insert(0, str(folder))
