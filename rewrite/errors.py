@@ -351,6 +351,13 @@ class OutputNotOurs(UsageError):
         super().__init__(f"{shortened(path)} {why}: choose another {option}{force}.")
 
 
+class NotCommittable(UsageError):
+    """A package cannot be committed."""
+
+    def __init__(self, folder: object, why: str):
+        super().__init__(f"--commit: {shortened(folder)}: {why}.")
+
+
 class OutputOfAnotherModel(OutputNotOurs):
     """The output folder holds a package of another model than the one that is to be rewritten."""
 
