@@ -19,6 +19,10 @@ import sys
 from pathlib import Path
 
 import torch
+from hf_rewrite_runtime.decode.alignment import Alignment
+from hf_rewrite_runtime.decode.graph import Program
+from hf_rewrite_runtime.decode.graph_store import release_graphs
+from hf_rewrite_runtime.decode.window import RaggedWindow, Window
 from lookup import SHAPES, batches_of, compared, counting, model_of
 
 
@@ -48,8 +52,7 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sys.path.insert(0, str(asked.package.resolve().parent))
     package = importlib.import_module(asked.package.name)
-    decode = importlib.import_module(f"{asked.package.name}.runtime.decode")
-    counts = counting(decode.Program, decode.Window, decode.RaggedWindow, decode.Alignment)
+    counts = counting(Program, Window, RaggedWindow, Alignment)
     model, follows = model_of(package, asked.shape, device)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}, {asked}")
@@ -61,7 +64,7 @@ def main():
         for rows in asked.rows:
             inputs = batches_of(follows, rows, asked.prompt, asked.new, 1, 1)["nothing"]
             given = {key: tensor.to(device) for key, tensor in inputs.items()}
-            ms, steps, verdict = compared(decode, counts, model, follows, given, ways, asked.new, asked.rounds)
+            ms, steps, verdict = compared(counts, model, follows, given, ways, asked.new, asked.rounds)
             rounds = steps["assisted"][1]
             print(
                 f"{rows} rows, {right:.0%} right: plain {ms['plain']:.3f} ms a token, assisted {ms['assisted']:.3f}, "
@@ -69,7 +72,7 @@ def main():
                 f"{steps['assisted'][0] - (asked.tokens + 1) * rounds}; {verdict}",
                 flush=True,
             )
-        decode.release_graphs(assistant)
+        release_graphs(assistant)
 
 
 if __name__ == "__main__":

@@ -41,9 +41,7 @@ def prepare(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     for name in ("llama", "gpt_oss"):
         command = [sys.executable, "-m", "rewrite.cli", name, "--out", str(folder / name)]
-        subprocess.run(
-            [*command, "--no-verify", "--with", "formats", "--diff", "none", "--force"], check=True, env=environment
-        )
+        subprocess.run([*command, "--no-verify", "--diff", "none", "--force"], check=True, env=environment)
 
 
 def fp8_models(layers: int, small: bool, device: str) -> tuple[Any, Any, str]:
@@ -163,7 +161,7 @@ def measure_one(options: argparse.Namespace) -> None:
             if experts:
                 tiles = tuple(tuple(map(int, tile.split("/"))) for tile in experts.split(","))
                 runtime_part(name, "moe/mxfp4_experts").rule = lambda *sizes, tiles=tiles: tiles
-                importlib.import_module(f"{name}.runtime").release_graphs(packed)
+                runtime_part(name, "decode/graph_store").release_graphs(packed)
                 said(f"tiles of experts: {experts}")
             for batch in (int(part) for part in options.batch.split(",")):
                 ids = torch.randint(1, plain.config.vocab_size, (batch, CONTEXT), device=options.device)

@@ -29,8 +29,6 @@ import torch
 import transformers  # the children are forks: they start with it loaded
 from hf_rewrite_runtime.cache.names import argument_of
 
-from rewrite.measure.runtime_part import runtime_part
-
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(Path(__file__).parent))
 BATCH, PROMPT, STEPS, WARM, CAPACITY, PADDING = 2, 6, 5, 2, 16, 2
@@ -256,14 +254,12 @@ def check(name, device, packages):
         weights = model.state_dict()
         sys.path.insert(0, str(packages))
         ours = importlib.import_module(package.name) if package.exists() else None
-        has_cache = (package / "runtime" / "cache.py").exists()
-        cache = runtime_part(package.name if has_cache else "rewrite", "cache/preallocated")
     except Exception as error:  # model code and configurations raise what they like
         return entry | {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
     sides = {"before": (cls, PreallocatedCache)}
     if ours is not None:
         # On a GPU a capture that fails may spoil what comes after it in the process: the original goes last.
-        sides = {"after": (getattr(ours, name), cache.PreallocatedCache), **sides}
+        sides = {"after": (getattr(ours, name), PreallocatedCache), **sides}
     routed = getattr(cls, "_can_set_experts_implementation", lambda: False)()
     for side, (side_class, cache_class) in sides.items():
         for experts in ("batched_mm", "eager") if routed else (None,):

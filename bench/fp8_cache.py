@@ -1,6 +1,6 @@
 """Steps with keys and values in 16 and in 8 bits, in turn, at the sizes of Llama 8B with random weights.
 
-    rewrite llama --out ./optimized_llama --with fp8_cache --no-verify
+    rewrite llama --out ./optimized_llama --no-verify
     python bench/fp8_cache.py ./optimized_llama [--layers 32]
 
 Whole captured steps of the package's decode graph, whose cache is filled with random numbers: nothing is read or
@@ -41,9 +41,11 @@ def model_of(package: Any, layers: int) -> Any:
 def graph_of(package: Any, model: Any, batch: int, context: int, form: str | None) -> Any:
     """Return a decode graph that holds `context` tokens of random numbers, and its captured step."""
     import torch
+    from hf_rewrite_runtime.decode.cache_format import set_cache_format
+    from hf_rewrite_runtime.decode.graph import DecodeGraph
 
-    package.runtime.set_cache_format(form)
-    graph = package.runtime.DecodeGraph(model, batch, context + 256)
+    set_cache_format(form)
+    graph = DecodeGraph(model, batch, context + 256)
     for layer in graph.cache.attention_layers:
         layer.allocate(SIZES["num_key_value_heads"], 128, 128, torch.bfloat16, model.device)
         for start in range(0, context, 2048):

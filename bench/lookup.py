@@ -24,6 +24,10 @@ import time
 from pathlib import Path
 
 import torch
+from hf_rewrite_runtime.decode import graph_store
+from hf_rewrite_runtime.decode.alignment import Alignment
+from hf_rewrite_runtime.decode.graph import Program
+from hf_rewrite_runtime.decode.window import RaggedWindow, Window
 from transformers import LlamaConfig
 
 SHAPES = {
@@ -112,7 +116,7 @@ def counting(program, *others):
     return counts
 
 
-def compared(decode, counts, model, follows, inputs, ways, new, rounds):
+def compared(counts, model, follows, inputs, ways, new, rounds):
     """Time calls side by side; return ms a token, steps of one and of several tokens, and whether tokens are right."""
     times, texts, steps = {way: [] for way in ways}, {}, {}
     for number in range(rounds + 1):
@@ -121,7 +125,7 @@ def compared(decode, counts, model, follows, inputs, ways, new, rounds):
             took, texts[way] = seconds(
                 lambda given=given: model.generate(**inputs, max_new_tokens=new, do_sample=False, **given)
             )
-            steps[way] = counts[decode.Program], counts[decode.Window] + counts[decode.RaggedWindow]
+            steps[way] = counts[Program], counts[Window] + counts[RaggedWindow]
             if number:  # the first captures
                 times[way].append(took)
     ms = {way: statistics.median(took) / new * 1e3 for way, took in times.items()}
@@ -133,10 +137,10 @@ def compared(decode, counts, model, follows, inputs, ways, new, rounds):
     return ms, steps, verdict
 
 
-def replays(decode, model, rows, length, rounds):
+def replays(model, rows, length, rounds):
     """Return ms a replay of each graph that drafts, by its name."""
     each = {}
-    graphs = [graph for (batch, _), graph in decode.store_of(model).graphs.items() if batch == rows]
+    graphs = [graph for (batch, _), graph in graph_store.store_of(model).graphs.items() if batch == rows]
     for graph in graphs:
         for program in graph._programs.values():
             if program.sampling is not None and program.sampling.lookup is not None:
@@ -173,8 +177,7 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sys.path.insert(0, str(asked.package.resolve().parent))
     package = importlib.import_module(asked.package.name)
-    decode = importlib.import_module(f"{asked.package.name}.runtime.decode")
-    counts = counting(decode.Program, decode.Window, decode.RaggedWindow, decode.Alignment)
+    counts = counting(Program, Window, RaggedWindow, Alignment)
     model, follows = model_of(package, asked.shape, device)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}, {asked}")
@@ -184,16 +187,16 @@ def main():
             if name not in asked.prompts:
                 continue
             given = {key: tensor.to(device) for key, tensor in inputs.items()}
-            ms, steps, verdict = compared(decode, counts, model, follows, given, ways, asked.new, asked.rounds)
+            ms, steps, verdict = compared(counts, model, follows, given, ways, asked.new, asked.rounds)
             print(
                 f"{rows} rows, {name:8} plain {ms['plain']:.3f} ms a token, lookup {ms['lookup']:.3f}, "
                 f"{ms['plain'] / ms['lookup']:.2f}x; "
                 f"steps of one {steps['lookup'][0]}, of {asked.tokens + 1}: {steps['lookup'][1]}; {verdict}",
                 flush=True,
             )
-        each = replays(decode, model, rows, asked.prompt, asked.rounds)
+        each = replays(model, rows, asked.prompt, asked.rounds)
         print(", ".join(f"{name}: {ms:.3f} ms a replay" for name, ms in sorted(each.items())), flush=True)
-    for line in decode.describe(model) if hasattr(decode, "describe") else ():
+    for line in graph_store.describe(model):
         print(line)
 
 

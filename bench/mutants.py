@@ -5,8 +5,8 @@
                             [--of FILE ...] [--json FILE]
 
 Each model is rewritten into a package. A mutant is the package with one change (`bench/mutation.py`), in the modeling
-file or in the runtime that it brings, half of the sample in either, every rule in its turn. Each is verified on its
-own until its first failed check; one that ends its process, or that says nothing for two minutes, *broke off*.
+file or in the runtime that is vendored beside it, half of the sample in either, every rule in its turn. Each is
+verified on its own until its first failed check; one that ends its process, or that says nothing for two minutes, *broke off*.
 
 What no check runs is told from what runs and is not seen: the package itself is verified first (`--baselines`: nothing
 else) with the lines and branches counted that run. A mutant elsewhere is *not reached*, and no part of the sample; nor
@@ -216,7 +216,7 @@ def _counted(name: str, rows: list[Row]) -> str:
 
 def samples(arguments: argparse.Namespace, folder: Path, options: Options, deadline: float) -> Iterator[Sample]:
     """Verify the packages as they are, and draw the mutants of those that pass."""
-    made = packages(arguments.models, folder / "packages", arguments.jobs)
+    made = packages(arguments.models, folder / "packages", arguments.jobs, vendored=True)
     firsts = [Trial(f"{model}-baseline", partial(baseline, model, made[model], options)) for model in made]
     for row in results(firsts, folder / "mutants", arguments.jobs, deadline):
         if not row.get("passed"):

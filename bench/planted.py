@@ -43,12 +43,12 @@ def tried(bug: Any, package: Path, options: Options, tell: Tell) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / package.name
         shutil.copytree(package, copy)
+        plant = importlib.import_module("tests.verify.copies").plant
         for name, old, new in ((bug.file or f"modeling_{bug.model}.py", bug.old, bug.new), *getattr(bug, "also", ())):
-            file = copy / name
-            text = file.read_text("utf-8")
-            if old not in text:
-                return {"status": "not planted", "gate": "", "by": f"{old!r} is not in {name}"}
-            file.write_text(text.replace(old, new, bug.count), "utf-8")
+            try:
+                plant(copy, name, old, new, bug.count)
+            except AssertionError as error:
+                return {"status": "not planted", "gate": "", "by": str(error)}
         return _asked_alone(bug, copy) if hasattr(bug, "check") else judged(bug.model, copy, options, tell)[0]
 
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -148,25 +149,31 @@ def original(model: str) -> str:
     return f"transformers.models.{model}.modeling_{model}"
 
 
-def packages(models: Iterable[str], folder: Path, jobs: int) -> dict[str, Path]:
-    """Rewrite models, those that `folder` does not have yet, and import their originals for the forks to share."""
+def packages(models: Iterable[str], folder: Path, jobs: int, vendored: bool = False) -> dict[str, Path]:
+    """Rewrite models, those that `folder` does not have yet, and import their originals for the forks to share.
+
+    Vendored, each has a runtime of its own.
+    """
     found = {model: folder / f"{model}_rewritten" for model in models}
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(_rewritten, found, found.values()))
+        list(pool.map(partial(_rewritten, vendored=vendored), found, found.values()))
     preload()
     for model in found:
         importlib.import_module(original(model))
     return found
 
 
-def _rewritten(model: str, package: Path) -> None:
+def _rewritten(model: str, package: Path, vendored: bool) -> None:
     if package.exists():
         return
     package.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=package.parent) as folder:
         part = Path(folder) / package.name
-        command = [sys.executable, "-m", "rewrite.cli", model, "--out", str(part), "--no-verify", "--diff", "none"]
+        tool = [sys.executable, "-m", "rewrite.cli"]
+        command = [*tool, model, "--out", str(part), "--no-verify", "--diff", "none"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        if vendored:
+            subprocess.run([*tool, "vendor", str(part)], check=True, stdout=subprocess.DEVNULL)
         part.replace(package)
 
 

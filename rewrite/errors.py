@@ -253,6 +253,13 @@ class NothingToTune(UsageError):
         super().__init__(f"{what} cannot be tuned: {why}.")
 
 
+class NothingMeasured(UsageError):
+    """A table of products is to be read, and there is none."""
+
+    def __init__(self, path: object):
+        super().__init__(f"there is no {path}: `rewrite tune DIR --products` measures one.")
+
+
 class NothingToExport(UsageError):
     """A table of products has nothing that another program could read."""
 

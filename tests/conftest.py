@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,6 +17,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-model", action="store_true", help="all modeling files, where a test takes a sample")
     parser.addoption("--brief", action="store_true", help="kernels: one launch of each, interpreted in fp32")
     parser.addoption("--examples", type=int, default=40, help="random modules for each transform (tests/soundness)")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test reads or writes what was measured for the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REWRITE_TABLES", str(tmp_path_factory.mktemp("tables")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import sys
 import types
 from pathlib import Path
 
 import pytest
-from hf_rewrite_runtime.core import explain, place, target
+from hf_rewrite_runtime.core import explain
+from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.package.checkpoint import NativeCheckpoint
 from torch import nn
 
 from rewrite.engine.decode_loops import with_loops
@@ -22,7 +24,7 @@ FILE = """
 from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 
-from .runtime.decode import GraphGeneration
+from hf_rewrite_runtime.decode.generation import GraphGeneration
 from .generation_other import OtherGenerationMixin
 
 
@@ -141,8 +143,9 @@ PARTS = """
 from transformers.generation import GenerationMixin
 from transformers.models.other.modeling_other import OtherForCausalLM
 
-from .runtime.decode import GraphGeneration, within_window
-from .runtime.package import from_config
+from hf_rewrite_runtime.decode.fitness import within_window
+from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.package.auto import from_config
 
 
 class Text(Base, GraphGeneration):
@@ -309,20 +312,24 @@ def lock() -> Lock:
     found = judged()
     files = {"modeling_x.py": "0" * 64}
     origin = Origin("x.py", "x.py", "0" * 64, None, None, None)
-    return Lock("0", origin, Options(), {}, found.transforms, {}, files, decode_loops=found.decode_loops)
+    return Lock(
+        "0",
+        origin,
+        Options(),
+        {},
+        found.transforms,
+        {},
+        files,
+        decode_loops=found.decode_loops,
+        modeling="modeling_x.py",
+    )
 
 
-def test_the_lock_keeps_it_and_an_older_one_has_none(tmp_path: Path) -> None:
-    path = tmp_path / "rewrite.lock"
-    path.write_text(lock().to_json(), encoding="utf-8")
+def test_the_lock_keeps_it(tmp_path: Path) -> None:
+    (tmp_path / "rewrite.lock").write_text(lock().to_json(), encoding="utf-8")
     read = read_lock(tmp_path)
     assert read.intact
     assert (read.decode_loops, read.transforms) == (lock().decode_loops, lock().transforms)
-    data = json.loads(path.read_text(encoding="utf-8"))
-    del data["decode_loops"], data["transforms"]["decode_layers"]["unreached"]
-    path.write_text(json.dumps(data), encoding="utf-8")
-    assert read_lock(tmp_path).decode_loops == {}
-    assert read_lock(tmp_path).transforms[0].unreached == ()
 
 
 def test_the_review_has_a_line_for_each_class(tmp_path: Path) -> None:
@@ -332,13 +339,19 @@ def test_the_review_has_a_line_for_each_class(tmp_path: Path) -> None:
     assert "| `WithImages` | no: " in text
 
 
+def modeling(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a modeling file of a package lie in a folder."""
+    module = types.ModuleType("package.modeling_x")
+    module.__file__ = str(folder / "modeling_x.py")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
 FAST = "every operator took its fast form"
 
 
 def test_explain_says_it_of_a_model_and_what_it_is_wrapped_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rewrite.lock").write_text(lock().to_json(), encoding="utf-8")
-    monkeypatch.setattr(place, "FOLDER", tmp_path)
-    monkeypatch.setattr(place, "PACKAGE", "package")
+    modeling(tmp_path, monkeypatch)
     named = {"__module__": "package.modeling_x"}
     with_images = types.new_class("WithImages", (nn.Module,), exec_body=lambda space: space.update(named))
     text = types.new_class("Text", (nn.Module,), exec_body=lambda space: space.update(named))
@@ -347,31 +360,17 @@ def test_explain_says_it_of_a_model_and_what_it_is_wrapped_in(tmp_path: Path, mo
     assert FAST not in said
     said = str(explain.Explanation("auto", decode_loops=explain.explain(text()).decode_loops))
     assert said.splitlines()[1:] == ["Text: decode loop: yes", FAST]
-    assert FAST not in str(explain.Explanation("auto", decode_loops=explain.explain().decode_loops))
+    assert FAST not in str(explain.Explanation("auto", decode_loops=explain.decode_loops("package.modeling_x")))
     assert explain.explain(nn.Linear(1, 1)).decode_loops == {}
 
 
-def test_explain_says_what_a_package_for_cuda_lacks_on_an_amd_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--target rocm" not in str(explain.explain())
-    monkeypatch.setattr("torch.version.hip", "7.0")
-    assert "--target rocm" not in str(explain.explain())  # this one has it
-    monkeypatch.setattr(target, "ROCM", False)
-    for said in (explain.explain(), explain.explain(nn.Linear(1, 1))):
-        assert "aiter and the settings of ROCm's libraries did not come along" in str(said)
-        assert FAST not in str(said)
-
-
 def test_explain_without_a_lock_asks_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "FOLDER", tmp_path)
-    monkeypatch.setattr(place, "PACKAGE", "package")
+    modeling(tmp_path, monkeypatch)
     body = {"__module__": "package.modeling_x", "generate": lambda self: self}
-    plain = types.new_class("Plain", (nn.Module,), exec_body=lambda space: space.update(body))
+    plain = types.new_class("Plain", (NativeCheckpoint, nn.Module), exec_body=lambda space: space.update(body))
     for text in (None, "<<<<<<< ours", "[]", '{"decode_loops": []}'):
         if text is not None:
             (tmp_path / "rewrite.lock").write_text(text)
         assert FAST not in str(explain.explain(plain()))
-    mixin = types.new_class(
-        "GraphGeneration", (), exec_body=lambda space: space.update(__module__="package.runtime.x")
-    )
-    looped = types.new_class("Looped", (nn.Module, mixin), exec_body=lambda space: space.update(body))
+    looped = types.new_class("Looped", (nn.Module, GraphGeneration), exec_body=lambda space: space.update(body))
     assert explain.explain(looped()).decode_loops == {"Looped": "yes"}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from verify.copies import with_runtime
 
 from rewrite.engine.build import build
 from rewrite.measure.runtime_part import runtime_part
@@ -49,6 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ).files.items():
         (tmp_path / NAME / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / NAME / path).write_bytes(content)
+    with_runtime(tmp_path / NAME)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     forget()

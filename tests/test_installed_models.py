@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from verify.copies import with_runtime
 
 from rewrite.engine.build import build
 from rewrite.engine.passes import rewrite_text
@@ -59,7 +60,7 @@ def test_sites(model, refresh):
 def package(tmp_path, request, monkeypatch):
     """Write the package of a model and import it under a name of its own."""
 
-    def written(model):
+    def written(model, vendored=False):
         name = f"rewritten_{model}_{abs(hash(request.node.nodeid))}"
         transforms = select()
         built = build(resolve(model), transforms)
@@ -67,6 +68,8 @@ def package(tmp_path, request, monkeypatch):
         for path, content in assemble(built, transforms, Options((), ()), folder).files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(content)
+        if vendored:
+            with_runtime(folder)
         monkeypatch.syspath_prepend(tmp_path)
         return importlib.import_module(name)
 
@@ -114,7 +117,7 @@ def test_two_packages_and_the_original_live_in_one_process(package):
 
     small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = LlamaConfig(**small, num_key_value_heads=2, vocab_size=64)
-    llama, qwen = package("llama"), package("qwen3")
+    llama, qwen = package("llama"), package("qwen3", vendored=True)
     original, rewritten = LlamaForCausalLM(config).eval(), llama.LlamaForCausalLM(config).eval()
     rewritten.load_state_dict(original.state_dict())
     ids = torch.arange(12).view(2, 6)
@@ -122,7 +125,7 @@ def test_two_packages_and_the_original_live_in_one_process(package):
         assert torch.allclose(original(ids).logits, rewritten(ids).logits, atol=1e-6)
     backend = runtime_part(llama.__name__, "core/backend")
     other = runtime_part(qwen.__name__, "core/backend")
-    assert backend.NAMESPACE == llama.__name__ != other.NAMESPACE
+    assert ("hf_rewrite", qwen.__name__) == (backend.NAMESPACE, other.NAMESPACE)
     assert LlamaForCausalLM.__module__.startswith("transformers.")
 
 

@@ -51,7 +51,7 @@ class Forward:
     Args:
         original: the original, in eval mode.
         rewritten: the rewritten model, with the same weights.
-        graphs: the package's `runtime.forward`; None where it captures nothing.
+        graphs: `forward/switch` of the package's runtime.
         inputs: the arguments of a call, on the device.
         device: of both.
         names: of the sides.
@@ -92,8 +92,6 @@ class Forward:
         return lambda: (self.original if name == ORIGINAL else self.rewritten)(**self.inputs)
 
     def _plain(self) -> Any:
-        if self.graphs is None:
-            return self.rewritten(**self.inputs)
         with self.graphs.use_forward_graphs("never"):
             return self.rewritten(**self.inputs)
 

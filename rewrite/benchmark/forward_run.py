@@ -54,7 +54,7 @@ def measure(plan: ForwardPlan, progress: Progress) -> dict[str, Any]:
     subject = load(plan.package, plan.original, calls=True)
     ours = _built(plan, subject)
     theirs = sharing(subject.original, ours)
-    graphs = _switch(subject)
+    graphs = runtime_part(str(subject.rewritten.__module__).rpartition(".")[0], "forward/switch")
     record: dict[str, Any] = {
         **described(plan.package, subject, plan.device),
         "shape": plan.shape or ("" if plan.weights else "the configuration's own sizes"),
@@ -97,14 +97,6 @@ def _built(plan: ForwardPlan, subject: Subject) -> Any:
     else:
         config = config_class()
     return build(subject.rewritten, config, plan.dtype, plan.device)
-
-
-def _switch(subject: Subject) -> Any:
-    """What switches captured forwards of a package; None for one that has none."""
-    try:
-        return runtime_part(str(subject.rewritten.__module__).rpartition(".")[0], "forward/switch")
-    except ModuleNotFoundError:
-        return None
 
 
 def tables(record: Mapping[str, Any]) -> Iterator[Table]:

@@ -22,14 +22,12 @@ ROUNDING = 256
 def new_graph(model: Any, rows: int, tokens: int) -> Any:
     """The package's `DecodeGraph` with room for `tokens` a row; None where the package decodes without one.
 
-    It has no such file, or nothing is captured on the model's device.
+    Its class has no decode loop, or nothing is captured on the model's device.
     """
     package = type(model).__module__.rpartition(".")[0]
-    try:
-        graphs = runtime_part(package, "decode/graph")
-    except ModuleNotFoundError:
+    if not isinstance(model, runtime_part(package, "decode/generation").GraphGeneration):
         return None
-    graph = graphs.DecodeGraph(model, rows, -(-tokens // ROUNDING) * ROUNDING)
+    graph = runtime_part(package, "decode/graph").DecodeGraph(model, rows, -(-tokens // ROUNDING) * ROUNDING)
     return graph if graph.captures else None
 
 
@@ -37,7 +35,7 @@ def replays(subject: Subject, model: Any, prompt: Tensor, steps: int, room: int)
     """A function that replays a greedy step `steps` times after `prompt` and returns ms a replay.
 
     The cache has as many slots as `generate()` gives one for `room` more tokens. None where the package decodes
-    without a graph: it has no such file, or the model's step is not captured.
+    without a graph: its class has no decode loop, or the model's step is not captured.
     """
     rows, length = prompt.shape
     graph = new_graph(model, rows, length + room)

@@ -39,9 +39,8 @@ from rewrite.kernels.chips import CHIPS
     help="Tokens that a cache holds.  [default: powers of two from 256 to 8192]",
 )
 @click.option("--dtype", type=click.Choice((*DTYPES, "float32")), default="bfloat16", show_default=True)
-@click.option(
-    "--cache", type=FOLDER, metavar="DIR", help="Put them into this cache of Triton's, not into the package."
-)
+@click.option("--cache", type=FOLDER, metavar="DIR", help="Put them into this cache of Triton's instead.")
+@click.option("--ship", is_flag=True, help="Put them into DIR, so that the package brings them.")
 @reporting_options
 def compile(
     folder: Path,
@@ -52,13 +51,15 @@ def compile(
     context: tuple[int, ...],
     dtype: str,
     cache: Path | None,
+    ship: bool,
     json_path: Path | None,
     quiet: bool,
 ) -> int:
     """Compile what a package's prompts and steps launch, for cards that need not be here, or for the one that is.
 
-    They go to DIR/kernels, by chip and by the versions of Triton and Python that are here; the package copies what is
-    for its GPU to Triton's cache before it compiles anything. What other versions or sizes need is compiled as ever.
+    They go to ~/.cache/hf-rewrite/kernels, or the folder that REWRITE_TABLES names, and with --ship to DIR/kernels, by
+    chip and by the versions of Triton and Python that are here; what is for its GPU a process copies to Triton's cache
+    before it compiles anything. What other versions or sizes need is compiled as ever.
     """
     from rewrite.deliver import report, verification
     from rewrite.kernels import ahead
@@ -75,7 +76,7 @@ def compile(
     path = weights or (None if shape else own)
     if path is None and shape is None:
         raise click.UsageError(f"{folder} has no config.json: say --weights DIR or --shape")
-    plan = ahead.Ahead(folder, None, shape, str(path) if path else None, dtype, batch, context)
+    plan = ahead.Ahead(folder, None, shape, str(path) if path else None, dtype, batch, context, ship)
     with screen.working("compiling") as progress:
         made = ahead.compile_for(plan, targets, cache, progress)
     for place, names in made.items():

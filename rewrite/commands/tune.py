@@ -35,8 +35,9 @@ OUTPUT = click.Path(dir_okay=False, path_type=Path)
 )
 @click.option("--products", is_flag=True, help="Measure instead who multiplies (packages made --with route_gemm).")
 @click.option("--rows", callback=numbers, default="64,512,2048", metavar="N,…", help="Tokens of the prompts for that.")
-@click.option("--export", type=OUTPUT, metavar="FILE", help="Only write DIR/gemm.json as a tuned table for aiter.")
+@click.option("--export", type=OUTPUT, metavar="FILE", help="Only write gemm.json as a tuned table for aiter.")
 @click.option("--export-shapes", type=OUTPUT, metavar="FILE", help="The same, of shapes for aiter's own tuner.")
+@click.option("--ship", is_flag=True, help="Write to DIR, so that the package brings it, not to your own folder.")
 @click.option("--table", is_flag=True, help="Also print the entries as Python, for runtime/core/tiles.py.")
 @reporting_options
 def tune(
@@ -53,26 +54,29 @@ def tune(
     rows: tuple[int, ...],
     export: Path | None,
     export_shapes: Path | None,
+    ship: bool,
     table: bool,
     json_path: Path | None,
     quiet: bool,
 ) -> int:
-    """Measure tiles on this GPU and write the fastest ones to DIR/tuned.json, which the package reads.
+    """Measure tiles on this GPU and write the fastest ones to tuned.json, which every package here reads.
 
     A tile is judged by the time of a whole captured decode step of a few layers, and torch's own product is among the
-    candidates. What tuned.json says of other shapes and GPUs stays.
+    candidates. What tuned.json says of other shapes and GPUs stays. It is in ~/.cache/hf-rewrite, or in the folder
+    that REWRITE_TABLES names; with --ship in DIR, for all who import the package.
 
-    With --products the libraries and kernels of each product of a prompt are compared instead, and DIR/gemm.json says
+    With --products the libraries and kernels of each product of a prompt are compared instead, and gemm.json says
     which one to take. With --attention it is torch's kernels of attention (flash, efficient, cuDNN, and on ROCm
-    AOTriton and CK), and DIR/attention.json, which packages made --with attention read.
+    AOTriton and CK), and attention.json.
     """
+    from hf_rewrite_runtime.core import tables
+
     from rewrite.show.console import Screen
 
     screen = Screen(json=json_path, quiet=quiet)
     if export is not None or export_shapes is not None:
-        return _export(folder, export, export_shapes, screen, json_path)
+        return _export(folder if ship else tables.folder(), export, export_shapes, screen, json_path)
     from rewrite.deliver import report, verification
-    from rewrite.package.lock import read_lock
 
     verification.require_libraries("tuning")
     from rewrite.tuning import Plan, results
@@ -80,13 +84,10 @@ def tune(
     from rewrite.tuning.run import title
 
     sizes = None if weights else shape or "1b"
-    plan = Plan(folder, sizes, str(weights) if weights else None, dtype, batch, context, seconds)
+    plan = Plan(folder, sizes, str(weights) if weights else None, dtype, batch, context, seconds, ship)
     if attention and products:
         raise click.UsageError("--attention and --products measure different things: ask for one")
     if attention:
-        if "attention" in read_lock(folder).options.without:
-            way = f"rewrite sync {folder} --with attention"
-            raise click.UsageError(f"--attention: {folder} was made without attention: {way}")
         return _attention(plan, lengths, screen, json_path)
     if products:
         return _products(plan, rows, screen, json_path)

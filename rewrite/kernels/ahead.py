@@ -1,4 +1,4 @@
-"""Compiles a package's kernels for cards that need not be here, and puts them where the package finds them.
+"""Compiles a package's kernels for cards that need not be here, and puts them where its runtime finds them.
 
 Imports neither torch nor triton: each card has a process of its own, with an empty cache of Triton's.
 """
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_rewrite_runtime.core import tables
 from hf_rewrite_runtime.core.shipped import GROUP, copy, name_for
 
 from rewrite.errors import KernelsNotCompiled
@@ -33,7 +34,6 @@ from .package_work import BUILDS, MARK
 TARGETS = (*CARDS, *CHIPS)
 """What may be asked for: a card, or a chip with all cards of it."""
 HERE = "this GPU"
-FOLDER = "kernels"
 _START = (
     "import json, sys; asked = json.load(sys.stdin); sys.path[:] = asked.pop('path'); "
     "from rewrite.kernels.package_work import work; work(**asked)"
@@ -53,6 +53,8 @@ class Ahead:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     """Tokens that caches hold."""
+    ship: bool = False
+    """Whether the package gets the kernels, not the user's folder of tables."""
 
 
 def cards_of(target: str) -> list[Card]:
@@ -73,20 +75,21 @@ def compile_for(
     Args:
         plan: what.
         targets: of `TARGETS`; none for the GPU that is here.
-        to: a cache of Triton's to put them into, instead of the package's own folder.
+        to: a cache of Triton's to put them into, instead of a folder of tables.
         progress: told of every kernel.
 
     Raises:
         KernelsNotCompiled: the process of a card failed.
     """
     made: dict[str, list[str]] = {}
+    kernels = (plan.package if plan.ship else tables.folder()) / tables.KERNELS
     for target in targets or (HERE,):
         for card in cards_of(target):
             with tempfile.TemporaryDirectory() as cache:
                 found = [*_compiled(plan, card, Path(cache), progress)]
                 arch = found[0][1] if target == HERE and found else card.arch
                 names = [name for name, _ in found]
-                folder = to or plan.package / FOLDER / name_for(arch, importlib.metadata.version("triton"))
+                folder = to or kernels / name_for(arch, importlib.metadata.version("triton"))
                 folder.mkdir(parents=True, exist_ok=True)
                 copy(Path(cache), folder)
                 made.setdefault(str(folder), []).extend(names)
@@ -162,7 +165,7 @@ def _functions_of_the_driver() -> list[str]:
 
 
 def _shorten(folder: Path) -> None:
-    """Leave whole paths out of a package's kernels: they get those of the cache that they are copied to."""
+    """Leave whole paths out of kernels: they get those of the cache that they are copied to."""
     for group in folder.glob(f"*/{GROUP}*"):
         names = json.loads(group.read_bytes())["child_paths"]
         group.write_text(json.dumps({"child_paths": {name: name for name in sorted(names)}}), encoding="utf-8")

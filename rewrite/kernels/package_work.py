@@ -118,12 +118,11 @@ def _subject(package: str, original: str | None) -> Any:
 
 
 def _take_tables(runtime: str, device: str) -> None:
-    """Let tiles be those that were measured on a card, in the package's tables and in its `tuned.json`."""
-    tiles = runtime_part(runtime, "core/tiles")
+    """Let tiles be those that were measured on a card, in the runtime's tables and in `tuned.json`."""
+    tables, tiles = runtime_part(runtime, "core/tables"), runtime_part(runtime, "core/tiles")
     entries = dict(tiles.MEASURED.get(device, {}))
-    if tiles.TUNED.is_file():
-        tuned = json.loads(tiles.TUNED.read_text(encoding="utf-8")).get(device, {})
-        entries |= {name: None if found is None else tuple(map(int, found)) for name, found in tuned.items()}
+    tuned = tables.read(tables.TUNED).get(device, {})
+    entries |= {name: None if found is None else tuple(map(int, found)) for name, found in tuned.items()}
     tiles.try_out(entries)
 
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import sys
 from typing import Any
 
 from rewrite.offers import DISTRIBUTION, VENDORED
 
 
 def runtime_part(package: str, file: str) -> Any:
-    """Return the module that a package's runtime has of `core/backend`.
+    """Return the module that the runtime of an imported package has of `core/backend`.
 
     Raises:
         ModuleNotFoundError: if it has none.
     """
+    return importlib.import_module(f"{_root(package)}.{file.replace('/', '.')}")
+
+
+def has_runtime(module: str) -> bool:
+    """Return whether an imported modeling file has anything of a runtime; an original has not."""
+    root = f"{_root(module.rpartition('.')[0])}."
+    return any(str(getattr(value, "__module__", "")).startswith(root) for value in vars(sys.modules[module]).values())
+
+
+def _root(package: str) -> str:
     own = f"{package}.{VENDORED}"
-    root = own if package and importlib.util.find_spec(own) is not None else DISTRIBUTION
-    return importlib.import_module(f"{root}.{file.replace('/', '.')}")
+    return own if own in sys.modules else DISTRIBUTION

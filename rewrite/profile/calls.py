@@ -150,8 +150,7 @@ class Call:
     def _graph(self) -> Any:
         """What a package reads a prompt with where it decodes in a graph; None where it does not."""
         rows, tokens = self.inputs["input_ids"].shape
-        decodes = self.gpu and part_of(self.model, "decode/graph") is not None
-        return new_graph(self.model, rows, tokens + 1) if decodes else None
+        return new_graph(self.model, rows, tokens + 1) if self.gpu else None
 
     def _read(self) -> None:
         """Read a prompt as `generate()` does: up to the logits of the next token."""

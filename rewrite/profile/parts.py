@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rewrite.measure.runtime_part import runtime_part
+from rewrite.measure.runtime_part import has_runtime, runtime_part
 
 
 def part_of(model: Any, file: str) -> Any | None:
-    """Return what a model's package has of `core/launch`; None of a model that is from no package of ours."""
-    package = type(model).__module__.rpartition(".")[0]
-    if not package:
-        return None
-    try:
-        return runtime_part(package, file)
-    except ModuleNotFoundError:
-        return None
+    """Return what the runtime of a model has of `core/launch`; None of a model that is from no package of ours."""
+    module = type(model).__module__
+    return runtime_part(module.rpartition(".")[0], file) if has_runtime(module) else None

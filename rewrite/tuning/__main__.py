@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=numbers, default=(1,), metavar="1,8")
     made.add_argument("--context", type=int, default=512)
     made.add_argument("--seconds", type=float, default=75.0, help="for the search at each batch size")
+    made.add_argument("--ship", action="store_true", help="write to the package, not to the user's folder of tables")
     made.add_argument("--table", action="store_true", help="also print the entries for runtime/core/tiles.py")
     return made
 
@@ -32,7 +33,9 @@ def main() -> int:
     """Tune, print what changed, write the file. Returns the exit code."""
     given = parser().parse_args()
     shape = None if given.weights else given.shape
-    plan = Plan(given.package, shape, given.weights, given.dtype, given.batch, given.context, given.seconds)
+    plan = Plan(
+        given.package, shape, given.weights, given.dtype, given.batch, given.context, given.seconds, given.ship
+    )
     try:
         outcome = tune(plan, lambda message: print(f"… {message}", file=sys.stderr, flush=True))
     except RewriteError as error:

@@ -8,22 +8,22 @@ left out. What runs otherwise is among them, as `own`: torch's own choice, or ai
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_rewrite_runtime.core.tables import ATTENTION
+
 from rewrite.benchmark.models import lock_of
-from rewrite.benchmark.plan import write_json
 from rewrite.errors import NothingToTune
 from rewrite.measure.runtime_part import runtime_part
 
 from .calls import in_turn, timer
 from .choices import Choice, Outcome, choose
 from .run import Plan, require_gpu, small_model
+from .write import write as write_entries
 
-FILE = "attention.json"
 OWN = "own"
 LENGTHS = (512, 2048, 8192)
 FURTHEST = 0.02
@@ -33,15 +33,10 @@ LARGEST = 1 << 30
 HEADINGS = ("dtype rows x heads/kv x head_dim, queries:keys, kind", "n", "us", "backend", "us")
 
 
-def write(package: Path, chip: str, choices: Sequence[Choice]) -> Path:
-    """Put what was found beside the modeling file; what the file says of other sizes and chips stays."""
-    path = package / FILE
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    sizes = content.get(chip, {})
-    sizes |= {choice.size: {"backend": choice.way, "us": dict(sorted(choice.us.items()))} for choice in choices}
-    content[chip] = dict(sorted(sizes.items()))
-    write_json(path, dict(sorted(content.items())))
-    return path
+def write(folder: Path, chip: str, choices: Sequence[Choice]) -> Path:
+    """Put what was found into `attention.json` of a folder; what it says of other sizes and chips stays."""
+    found = {choice.size: {"backend": choice.way, "us": dict(sorted(choice.us.items()))} for choice in choices}
+    return write_entries(folder, ATTENTION, chip, lambda sizes: dict(sorted({**sizes, **found}.items())))
 
 
 def tune_attention(
@@ -65,8 +60,8 @@ def tune_attention(
         raise NothingToTune(type(attention.model).__name__, "its attention is no call of transformers' for sdpa")
     choices = choose(attention, sizes, OWN, progress)
     chip = torch.cuda.get_device_properties(attention.device).name
-    path = write(plan.package, chip, choices)
-    attention.backends.forget()
+    path = write(plan.tables, chip, choices)
+    attention.tables.forget()
     return Outcome(chip, choices, path)
 
 
@@ -75,15 +70,10 @@ class Attention:
 
     def __init__(self, model: Any):
         package = type(model).__module__.rpartition(".")[0]
-        try:
-            self.backends = runtime_part(package, "attention/backends")
-            self.named = runtime_part(package, "attention/named")
-            self.native = runtime_part(package, "attention/native_gqa")
-            self.backends.attend, self.native.native_gqa  # noqa: B018
-        except (ModuleNotFoundError, AttributeError) as error:
-            raise NothingToTune(
-                type(model).__name__, "its package has no choice of attention: made without native_gqa, or before it"
-            ) from error
+        self.backends = runtime_part(package, "attention/backends")
+        self.named = runtime_part(package, "attention/named")
+        self.native = runtime_part(package, "attention/native_gqa")
+        self.tables = runtime_part(package, "core/tables")
         self.model, self.device = model, model.device
 
     def sizes(self, lengths: Sequence[int], batches: Sequence[int] = (1,)) -> dict[Any, int]:

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rewrite.errors import NotAPackage, NothingToExport
+from hf_rewrite_runtime.core.tables import GEMM
 
-from .products import FILE, VENDOR
+from rewrite.errors import NothingMeasured, NothingToExport
+
+from .products import VENDOR
 
 TUNED = (
     "gfx", "cu_num", "M", "N", "K", "bias", "dtype", "outdtype", "scaleAB", "bpreshuffle", "libtype", "solidx",
@@ -59,16 +61,16 @@ class Tables:
     shapes: str
 
 
-def export(package: Path) -> Tables:
-    """Return the tables for a package.
+def export(folder: Path) -> Tables:
+    """Return the tables for `gemm.json` of a folder.
 
     Raises:
-        NotAPackage: there is no `gemm.json`.
+        NothingMeasured: there is none.
         NothingToExport: it has no product that aiter could compute.
     """
-    path = package / FILE
+    path = folder / GEMM
     if not path.is_file():
-        raise NotAPackage(package, f"it has no {FILE}: `rewrite tune {package} --products` measures one")
+        raise NothingMeasured(path)
     tables = tables_of(json.loads(path.read_text(encoding="utf-8")))
     if tables.shapes.count("\n") < 2 and tables.tuned.count("\n") < 2:
         raise NothingToExport(path)

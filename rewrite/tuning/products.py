@@ -7,21 +7,21 @@ weight that do not fit into any cache; one that computes something else, or cann
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_rewrite_runtime.core.tables import GEMM
+
 from rewrite.benchmark.models import lock_of
-from rewrite.benchmark.plan import write_json
 from rewrite.errors import NothingToTune
 from rewrite.measure.runtime_part import runtime_part
 
 from .calls import in_turn, timer
 from .choices import Choice, Outcome, choose
 from .run import Plan, require_gpu, small_model
+from .write import write as write_entries
 
-FILE = "gemm.json"
 VENDOR = "vendor"
 ROWS = (64, 512, 2048)
 ROTATED_BYTES = 512 << 20
@@ -31,22 +31,21 @@ FURTHEST = 0.02
 HEADINGS = ("rows x out x in", "n", "us", "path", "us")
 
 
-def write(package: Path, chip: str, facts: Mapping[str, Any], choices: Sequence[Choice]) -> Path:
-    """Put what was found beside the modeling file; what the file says of other sizes and chips stays.
+def write(folder: Path, chip: str, facts: Mapping[str, Any], choices: Sequence[Choice]) -> Path:
+    """Put what was found into `gemm.json` of a folder; what it says of other sizes and chips stays.
 
     Args:
-        package: its folder.
+        folder: of tables.
         chip: the device's name.
         facts: what `export` needs to know about the chip: `gfx` and `cu_num` on AMD cards.
         choices: of the sizes.
     """
-    path = package / FILE
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    products = content.get(chip, {}).get("products", {})
-    products |= {choice.size: {"path": choice.way, "us": dict(sorted(choice.us.items()))} for choice in choices}
-    content[chip] = {**facts, "products": dict(sorted(products.items()))}
-    write_json(path, dict(sorted(content.items())))
-    return path
+    found = {choice.size: {"path": choice.way, "us": dict(sorted(choice.us.items()))} for choice in choices}
+
+    def entries(there: Mapping[str, Any]) -> dict[str, Any]:
+        return {**facts, "products": dict(sorted({**there.get("products", {}), **found}.items()))}
+
+    return write_entries(folder, GEMM, chip, entries)
 
 
 def tune_products(
@@ -65,13 +64,16 @@ def tune_products(
 
     progress("building the model")
     products = Products(small_model(plan))
-    choices = choose(products, products.sizes(lengths), VENDOR, progress)
+    sizes = products.sizes(lengths)
+    if not sizes:
+        raise NothingToTune(type(products.model).__name__, "its package was made without --with route_gemm")
+    choices = choose(products, sizes, VENDOR, progress)
     properties = torch.cuda.get_device_properties(products.device)
     facts: dict[str, Any] = {}
     if torch.version.hip is not None:
         facts = {"gfx": properties.gcnArchName.split(":")[0], "cu_num": properties.multi_processor_count}
-    path = write(plan.package, properties.name, facts, choices)
-    products.gemm.forget()
+    path = write(plan.tables, properties.name, facts, choices)
+    products.tables.forget()
     return Outcome(properties.name, choices, path)
 
 
@@ -80,12 +82,9 @@ class Products:
 
     def __init__(self, model: Any):
         package = type(model).__module__.rpartition(".")[0]
-        try:
-            self.gemm = runtime_part(package, "products/gemm")
-            self.gemm.by_path  # noqa: B018
-        except (ModuleNotFoundError, AttributeError) as error:
-            raise NothingToTune(type(model).__name__, "its package was made without --with route_gemm") from error
+        self.gemm = runtime_part(package, "products/gemm")
         self.arrivals = runtime_part(package, "core/arrivals")
+        self.tables = runtime_part(package, "core/tables")
         self.model, self.device = model, model.device
 
     def sizes(self, lengths: Sequence[int]) -> dict[Any, int]:

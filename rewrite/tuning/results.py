@@ -1,4 +1,4 @@
-"""What was found: a table for people, `tuned.json` for the package, a Python literal for `runtime/core/tiles.py`."""
+"""What was found: a table for people, `tuned.json` for the runtime, a Python literal for `runtime/core/tiles.py`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from rewrite.benchmark.plan import write_json
+from hf_rewrite_runtime.core.tables import TUNED
+
 from rewrite.benchmark.tables import plain_rows
 
 from .candidates import Entry
 from .search import Change
+from .write import write as write_entries
 
-FILE = "tuned.json"
 HEADINGS = ("kind, shape", "n", "before", "after", "step, ms", "gain us")
 
 
@@ -44,14 +45,10 @@ def text(title: str, changes: Sequence[Change]) -> str:
     return "\n".join([title, *plain_rows(HEADINGS, rows(changes), gap=" ")])
 
 
-def write(package: Path, chip: str, changes: Sequence[Change]) -> Path:
-    """Put what was found beside the modeling file; what the file says of other names and chips stays."""
-    path = package / FILE
-    content: dict[str, dict[str, Entry]] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    found = content.get(chip, {}) | {change.name: plain(change.after) for change in changes}
-    content[chip] = dict(sorted(found.items()))
-    write_json(path, dict(sorted(content.items())))
-    return path
+def write(folder: Path, chip: str, changes: Sequence[Change]) -> Path:
+    """Put what was found into `tuned.json` of a folder; what it says of other names and chips stays."""
+    found = {change.name: plain(change.after) for change in changes}
+    return write_entries(folder, TUNED, chip, lambda entries: dict(sorted({**entries, **found}.items())))
 
 
 def literal(chip: str, entries: Mapping[str, Entry]) -> str:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_rewrite_runtime.core import tables
+
 from rewrite.benchmark.models import build, lock_of
 from rewrite.errors import NeedsGpu, NothingToTune
 from rewrite.measure.presets import config_for
@@ -41,6 +43,13 @@ class Plan:
     context: int = 512
     seconds: float = 75.0
     """For the search at each batch size."""
+    ship: bool = False
+    """Whether the package gets what is found, not the user's folder."""
+
+    @property
+    def tables(self) -> Path:
+        """The folder that gets what is found."""
+        return self.package if self.ship else tables.folder()
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ def tune(plan: Plan, progress: Callable[[str], None] = lambda message: None) -> 
     properties = torch.cuda.get_device_properties(model.device)
     chip, options = properties.name, functools.partial(candidates, limits=Limits.of(properties))
     changes = {}
-    path = plan.package / results.FILE
+    path = plan.tables / tables.TUNED
     for number, batch in enumerate(plan.batches):
         said = _Placed(progress, f"batch {batch}", number, len(plan.batches))
         started = time.perf_counter()
@@ -82,8 +91,8 @@ def tune(plan: Plan, progress: Callable[[str], None] = lambda message: None) -> 
         changes[batch] = search(steps, options, left, said)
         if not changes[batch]:
             raise NothingToTune(type(model).__name__, "no kernel of its step has a table, or the time was too short")
-        path = results.write(plan.package, chip, changes[batch])
-        steps.tiles.forget()
+        path = results.write(plan.tables, chip, changes[batch])
+        steps.tables.forget()
         steps.decode.release()
     return Outcome(chip, changes, path)
 

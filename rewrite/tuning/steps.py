@@ -24,14 +24,8 @@ class Steps:
         import torch
 
         package = type(model).__module__.rpartition(".")[0]
-        try:
-            self.tiles, self.ahead, graphs = (
-                runtime_part(package, name) for name in ("core/tiles", "core/compile_ahead", "decode/graph")
-            )
-        except ModuleNotFoundError as error:
-            raise NothingToTune(type(model).__name__, f"it has no {error.name}") from error
-        if not hasattr(self.tiles, "try_out"):
-            raise NothingToTune(type(model).__name__, "it was made by an older version: `rewrite sync` it")
+        names = ("core/tables", "core/tiles", "core/compile_ahead", "decode/graph")
+        self.tables, self.tiles, self.ahead, graphs = (runtime_part(package, name) for name in names)
         capacity = -(-(context + ROOM) // ROUNDING) * ROUNDING
         self.device = model.device
         self.decode = graphs.DecodeGraph(model, batch, capacity)

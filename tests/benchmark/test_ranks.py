@@ -22,7 +22,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("bench_of_ranks")
     package, out = folder / "mixture_of_ranks", folder / "record.json"
     command = [sys.executable, "-c", "from rewrite.cli import main; main()", "qwen3_moe", "--out", str(package)]
-    subprocess.run([*command, "--no-verify", "--with", "ranks"], check=True, capture_output=True, env={**os.environ})
+    subprocess.run([*command, "--no-verify"], check=True, capture_output=True, env={**os.environ})
     given = ["--device", "cpu", "--dtype", "float32", "--shape", "tiny", "--context", "12", "--new-tokens", "12"]
     given += ["--parity-tokens", "6", "--rounds", "1", "--prompts", "16", "--agree", "4x6", "--json", str(out)]
     launch("rewrite.benchmark.ranks", 2, [str(package), *given, "--sides", ",".join(ALL_SIDES)], "the measurement")

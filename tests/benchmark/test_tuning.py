@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_rewrite_runtime.attention.decode_attention import Split, choose
-from hf_rewrite_runtime.core import launch, tiles
+from hf_rewrite_runtime.core import launch, tables, tiles
 
 from rewrite.benchmark.rungs import prepare
 from rewrite.errors import NeedsGpu, NotAPackage
@@ -156,8 +156,8 @@ def test_rounds_hold_every_candidate() -> None:
 
 @pytest.fixture
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package's folder, on a machine that has a chip named `chip`."""
-    monkeypatch.setattr(tiles, "TUNED", tmp_path / results.FILE)
+    """The folder of tables, on a machine that has a chip named `chip`."""
+    monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
@@ -167,9 +167,9 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tiles, "MEASURED", {"chip": {LINEAR: (1, 512, 2), GATED: (1, 512, 2)}})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    tiles.forget()
+    tables.forget()
     yield tmp_path
-    tiles.forget()
+    tables.forget()
 
 
 def changed(name: str, after: Entry) -> Change:
@@ -180,7 +180,7 @@ def test_what_is_written_is_what_runs(tuned: Path) -> None:
     assert tiles.tile("linear", 2048, 2048, 2, 0) == (1, 512, 2)
     results.write(tuned, "chip", [changed(LINEAR, (4, 2048, 8)), changed(ATTENTION, (4, 8, 32, True, 2))])
     assert tiles.tile("linear", 2048, 2048, 2, 0) == (1, 512, 2)  # the file was read before
-    tiles.forget()
+    tables.forget()
     assert tiles.tile("linear", 2048, 2048, 2, 0) == (4, 2048, 8)
     assert tiles.tile("gated", 8192, 2048, 2, 0) == (1, 512, 2)
     assert tiles.tile("linear", 2048, 2048, 4, 0) == tiles.rule("linear", 2048, 2048, 4)
@@ -195,7 +195,7 @@ def test_what_is_written_is_what_runs(tuned: Path) -> None:
 def test_a_split_of_another_version_is_left(tuned: Path) -> None:
     rule = choose(1, 32, 8, 768, 64)
     results.write(tuned, "chip", [changed(ATTENTION, (4, 8))])
-    tiles.forget()
+    tables.forget()
     assert choose(1, 32, 8, 768, 64) == rule
 
 
@@ -207,7 +207,7 @@ def test_files_are_merged(tuned: Path) -> None:
         "chip": {GATED: None, LINEAR: [2, 512, 2]},
         "other": {LINEAR: [8, 512, 8]},
     }
-    tiles.forget()
+    tables.forget()
     assert tiles.tile("gated", 8192, 2048, 2, 0) is None
 
 
@@ -254,8 +254,9 @@ def test_on_a_gpu(batch: int, tmp_path: Path) -> None:
     (tmp_path / "modeling_tiny.py").write_bytes(FIXTURE.read_bytes())
     prepare(resolve(str(tmp_path / "modeling_tiny.py")), select(), tmp_path / "rungs")
     package = sorted((tmp_path / "rungs").glob("rung_*"))[-1]
-    outcome = tune(Plan(package, shape="tiny", batches=(batch,), context=32, seconds=120.0))
-    written = json.loads((package / results.FILE).read_text())[outcome.chip]
+    outcome = tune(Plan(package, shape="tiny", batches=(batch,), context=32, seconds=120.0, ship=True))
+    assert outcome.path == package / tables.TUNED
+    written = json.loads(outcome.path.read_text())[outcome.chip]
     kinds = {name.split()[0] for name in written}
     assert {"attention", "linear" if batch == 1 else "skinny_linear"} <= kinds
     assert written.keys() == {change.name for change in outcome.changes[batch]}

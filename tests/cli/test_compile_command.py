@@ -68,7 +68,7 @@ def jit(package: Path, cache: Path, rows: int) -> dict[str, list[str]]:
     """Let Triton compile what a whole model with weights launches; return what it found in its cache, and did not."""
     cache.mkdir()
     command = [sys.executable, "-c", JIT, str(package), str(cache), str(rows)]
-    environment = ahead.run.environment(str(cache)) | {"PYTHONPATH": str(Path(ahead.__file__).parents[2])}
+    environment = ahead.run.environment(str(cache))
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -76,7 +76,19 @@ def jit(package: Path, cache: Path, rows: int) -> dict[str, list[str]]:
 
 @needs_triton
 def test_a_launch_finds_what_was_compiled_ahead(package: Path, rewrite: CommandLine, tmp_path: Path) -> None:
-    asked = ("compile", str(package), "--target", "H100", "--shape", "tiny", "--context", "512", "--json", "-")
+    asked = (
+        "compile",
+        str(package),
+        "--target",
+        "H100",
+        "--shape",
+        "tiny",
+        "--context",
+        "512",
+        "--ship",
+        "--json",
+        "-",
+    )
     shown = rewrite(*asked)
     assert shown.code == 0, shown.err
     ((folder, names),) = json.loads(shown.out)["folders"].items()
@@ -138,7 +150,7 @@ def test_what_is_linked_with_a_driver_that_is_not_here_asks_for_it(tmp_path: Pat
 def test_for_the_gpu_that_is_here(package: Path, rewrite: CommandLine, tmp_path: Path) -> None:
     copy = tmp_path / "llama"
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("kernels"))
-    shown = rewrite("compile", str(copy), "--shape", "tiny", "--context", "512", "--json", "-")
+    shown = rewrite("compile", str(copy), "--shape", "tiny", "--context", "512", "--ship", "--json", "-")
     assert shown.code == 0, shown.err
     ((folder, names),) = json.loads(shown.out)["folders"].items()
     assert Path(folder).name.startswith(launch.target(torch.cuda.current_device()).arch)

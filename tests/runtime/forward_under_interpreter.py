@@ -32,14 +32,15 @@ def main(package: Path, file: str, name: str) -> None:
     theirs = sharing(original, ours)
     given = forward.arguments(ours, 2, 11, "cpu")
     rewritten._forward_without_graph = True
-    products = importlib.import_module(f"{module.__package__}.runtime.products")
-    kernels, launch = [0], products.launch_text
+    files = [runtime_part(str(module.__package__), f"products/{name}") for name in ("chain_text", "chain_rows")]
+    kernels, launch = [0], files[0].launch_text
 
     def counted(*arguments: Any) -> None:
         kernels[0] += 1
         launch(*arguments)
 
-    products.launch_text = counted
+    for file in files:
+        file.launch_text = counted
     switch = runtime_part(str(module.__package__), "forward/switch")
     with torch.no_grad(), switch.use_forward_graphs("always"):
         ours(**given)

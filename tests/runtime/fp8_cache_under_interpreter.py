@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
     ours._step_without_graph, ours.starts_plainly = True, False
     for batch, padded in ((1, False), (3, True)):
         given = prompt(batch, 9, padded) | {"max_new_tokens": 6, "min_new_tokens": 6}
-        package.runtime.set_cache_format("fp8")
+        runtime_part(folder.name, "decode/cache_format").set_cache_format("fp8")
         found = torch.stack(generate(ours, **given).logits)
         wanted = torch.stack(generate(theirs, **given, past_key_values=rounded_cache(2)).logits)
         plain = torch.stack(generate(theirs, **given).logits)

@@ -14,7 +14,7 @@ import torch
 from hf_rewrite_runtime.attention import backends
 from hf_rewrite_runtime.attention.named import get_attention_backend, set_attention_backend, use_attention_backend
 from hf_rewrite_runtime.attention.native_gqa import grouped_attention, native_gqa
-from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.core import backend, tables
 from hf_rewrite_runtime.decode.graph_store import _signature_of
 from hf_rewrite_runtime.forward.fitness import settings
 from torch.nn import functional as F
@@ -27,15 +27,15 @@ MODULE: Any = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr(backends, "TABLE", tmp_path / "attention.json")
+    monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
     monkeypatch.setattr(backends, "_runs", set())
     monkeypatch.setitem(backend.named_besides, "attention", None)
     backends._counts.clear()
-    backends.forget()
+    tables.forget()
     backend.reset_fallbacks()
     yield
     set_attention_backend(None)
-    backends.forget()
+    tables.forget()
 
 
 def states(rows: int = 2, queries: int = 5, keys: int | None = None) -> tuple[torch.Tensor, ...]:
@@ -50,7 +50,7 @@ def attend(*given: Any, **named: Any) -> torch.Tensor:
 
 def table(tmp_path: Path, size: str, name: str) -> None:
     (tmp_path / "attention.json").write_text(json.dumps({"cpu": {size: {"backend": name, "us": {name: 1.0}}}}))
-    backends.forget()
+    tables.forget()
 
 
 @pytest.mark.parametrize("masked", [False, True])

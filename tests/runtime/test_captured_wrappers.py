@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hf_rewrite_runtime.forward import store
+from hf_rewrite_runtime.forward.switch import use_forward_graphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICE = "cuda"
@@ -41,21 +43,20 @@ def built(bert: Any, implementation: str = "sdpa") -> Any:
 
 
 def replays(bert: Any, model: Any) -> int:
-    forward = bert.runtime.forward
-    return sum(forward._stores[module].replays for module in model.modules() if module in forward._stores)
+    return sum(store._stores[module].replays for module in model.modules() if module in store._stores)
 
 
 def compare(bert: Any, model: Any, close: float = 2e-3, **keywords: Any) -> int:
     """Call a model, compare each output with its own forward's, and return how many calls replayed a graph."""
     before = replays(bert, model)
     kept: list[tuple[Any, Any]] = []
-    with torch.no_grad(), bert.runtime.use_forward_graphs("always"):
+    with torch.no_grad(), use_forward_graphs("always"):
         for number in range(4):
             ids = torch.randint(5, 500, (ROWS, TOKENS), device=DEVICE)
             mask = torch.ones_like(ids)
             mask[1, TOKENS - 1 - number :] = 0
             found = leaves(model(input_ids=ids, attention_mask=mask, **keywords))
-            with bert.runtime.use_forward_graphs("never"):
+            with use_forward_graphs("never"):
                 expected = leaves(model(input_ids=ids, attention_mask=mask, **keywords))
             torch.testing.assert_close(found, expected, rtol=close, atol=close)
             kept += [(tensor, tensor.clone()) for tensor in found]
@@ -142,5 +143,5 @@ def test_a_graph_of_the_users_own(bert: Any) -> None:
             logits = model(input_ids=ids).logits
         ids.copy_(torch.randint(5, 500, (ROWS, TOKENS), device=DEVICE))
         graph.replay()
-        with bert.runtime.use_forward_graphs("never"):
+        with use_forward_graphs("never"):
             torch.testing.assert_close(logits, model(input_ids=ids).logits, rtol=2e-3, atol=2e-3)

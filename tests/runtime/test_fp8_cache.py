@@ -17,6 +17,7 @@ import torch
 import transformers
 from hf_rewrite_runtime.cache.fp8_layer import Fp8Layer
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
+from hf_rewrite_runtime.decode.graph import DecodeGraph
 from rounded_cache import RoundedLayer, rounded, rounded_cache
 from tolerances import ROUNDED_CACHE, ROUNDED_CACHE_IN_FP32
 from torch import Tensor
@@ -42,11 +43,11 @@ MODELS = {
 """With norms of queries and keys, a window in every layer, and one in every second layer with capped scores."""
 
 
-def packaged(name: str, place: Path, without: tuple[str, ...]) -> Any:
+def packaged(name: str, place: Path) -> Any:
     """Return a package of a modeling file, imported."""
     chosen = select()
-    folder = f"small_{name}_{len(without)}"
-    files = assemble(build(resolve(name), chosen), chosen, Options(without=without), place / folder).files
+    folder = f"small_{name}"
+    files = assemble(build(resolve(name), chosen), chosen, Options(), place / folder).files
     for path, content in files.items():
         (place / folder / path).parent.mkdir(parents=True, exist_ok=True)
         (place / folder / path).write_bytes(content)
@@ -69,7 +70,7 @@ class Pair:
     def __init__(self, name: str, place: Path):
         self.name = name
         kind, options = MODELS[name]
-        self.package = packaged(name, place, tuple(one for one in ON_REQUEST if one != "fp8_cache"))
+        self.package = packaged(name, place)
         config = getattr(transformers, f"{kind}Config")(**SIZES, **options)
         torch.manual_seed(0)
         original = getattr(transformers, f"{kind}ForCausalLM")
@@ -201,11 +202,10 @@ def test_a_text_moves_to_a_larger_cache(llama: Pair, monkeypatch: pytest.MonkeyP
 
 
 def test_memory_is_half_and_a_byte_a_number(llama: Pair) -> None:
-    decode = llama.package.runtime.decode
     sizes = {}
     for name in (None, "fp8"):
         llama.format.set_cache_format(name)
-        graph = decode.DecodeGraph(llama.ours.float(), batch_size=2, capacity=64)
+        graph = DecodeGraph(llama.ours.float(), batch_size=2, capacity=64)
         graph.prefill(prompt(2, 9)["input_ids"])
         sizes[name] = graph.nbytes
         graph.step(torch.tensor([3, 4]))
@@ -226,7 +226,7 @@ def test_what_cannot_be_in_8_bits_says_so(llama: Pair, place: Path) -> None:
     llama.format.set_cache_format(None)
     assert distance(again, llama.rounded(**given)) < ROUNDED_CACHE
 
-    package = packaged("deepseek_v2", place, ("ranks", "formats"))
+    package = packaged("deepseek_v2", place)
     sizes = SIZES | {"num_key_value_heads": 4, "num_hidden_layers": 2, "head_dim": 8}
     config = transformers.DeepseekV2Config(
         **sizes, q_lora_rank=None, kv_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
@@ -236,8 +236,9 @@ def test_what_cannot_be_in_8_bits_says_so(llama: Pair, place: Path) -> None:
     model = package.DeepseekV2ForCausalLM(config).eval()
     model._step_without_graph, model.starts_plainly = True, False
     whole = generate(model, **given)
-    runtime_part(package.__name__, "decode/cache_format").set_cache_format("fp8")
+    llama.format.set_cache_format("fp8")
     latents = generate(model, **given)
+    llama.format.set_cache_format(None)
     said = str(package.explain(model))
     assert "fp8_cache: no_method_for_one_token" in said
     assert "graph: batch 1" in said
@@ -245,22 +246,10 @@ def test_what_cannot_be_in_8_bits_says_so(llama: Pair, place: Path) -> None:
     assert torch.equal(latents.sequences, whole.sequences)
 
 
-def test_it_is_on_request(llama: Pair, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_on_request(llama: Pair) -> None:
     assert llama.format.get_cache_format() is None
     with pytest.raises(ValueError, match="choose fp8"):
         llama.format.set_cache_format("fp4")
-    package = packaged("llama", place, ON_REQUEST)
-    runtime = package.runtime
-    assert not hasattr(runtime.cache, "Fp8Layer")
-    with pytest.raises(RuntimeError, match=f"rewrite sync {package.__name__} --with fp8_cache"):
-        runtime.set_cache_format("fp8")
-    monkeypatch.setitem(runtime_part(package.__name__, "core/backend").named_besides, "cache", "fp8")
-    model = package.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
-    model._step_without_graph, model.starts_plainly = True, False
-    generate(model, **prompt(1, 9))
-    said = str(package.explain(model))
-    assert "fp8_cache: fp8_cache_left_out" in said
-    assert f"fp8_cache did not come along: rewrite sync {package.__name__} --with fp8_cache" in said
 
 
 def filled(capacity: int, dtype: torch.dtype = torch.bfloat16) -> tuple[PreallocatedCache, Tensor, Tensor]:

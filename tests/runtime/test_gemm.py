@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_rewrite_runtime.aiter import calls as aiter_calls
-from hf_rewrite_runtime.core import aiter_probe, backend
+from hf_rewrite_runtime.core import aiter_probe, backend, tables
 from hf_rewrite_runtime.core.explain import explain
 from hf_rewrite_runtime.products import gemm, packing, preshuffle
 from hf_rewrite_runtime.products.gemm import Product, routed_linear, routed_packed_linear
@@ -25,14 +25,14 @@ INPUTS, OUTPUTS = 32, 48
 def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     backend.reset_fallbacks()
     monkeypatch.setattr(gemm, "PATHS", dict(gemm.PATHS))
-    monkeypatch.setattr(gemm, "TABLE", tmp_path / "gemm.json")
+    monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
     gemm._counts.clear()
-    gemm.forget()
+    tables.forget()
     yield
     gemm.set_threshold(gemm.THRESHOLD)
     gemm.try_out({})
     gemm.listen(None)
-    gemm.forget()
+    tables.forget()
 
 
 class Recorder:
@@ -63,8 +63,8 @@ def rows(count: int) -> Tensor:
 
 def write_table(products: dict[str, str]) -> None:
     entries = {size: {"path": path} for size, path in products.items()}
-    gemm.TABLE.write_text(json.dumps({"cpu": {"products": entries}}))
-    gemm.forget()
+    (tables.folder() / tables.GEMM).write_text(json.dumps({"cpu": {"products": entries}}))
+    tables.forget()
 
 
 @pytest.mark.parametrize("shape", [(2, 5, INPUTS), (1, INPUTS), (0, INPUTS), (INPUTS,), (3, 70, INPUTS)])

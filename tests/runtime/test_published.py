@@ -34,7 +34,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def made(name: str) -> tuple[Any, Any]:
         package = f"published_{name}"
         command = [sys.executable, "-m", "rewrite.cli", name, "--out", str(folder / package), "--no-verify", "--quiet"]
-        subprocess.run([*command, "--with", "formats"], check=True)
+        subprocess.run(command, check=True)
         return importlib.import_module(f"{package}.modeling_{name}"), importlib.import_module(package)
 
     sys.path.insert(0, str(folder))

@@ -15,6 +15,8 @@ from hf_rewrite_runtime.cache.names import argument_of
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache, decodes, needs_no_mask
 from hf_rewrite_runtime.core.fastest import choose
 from hf_rewrite_runtime.core.reading import NoPromptForm, Reading, current, of, refuse
+from hf_rewrite_runtime.decode import prompt_graph
+from hf_rewrite_runtime.decode.graph import DecodeGraph
 from hf_rewrite_runtime.norms.add_norm import add_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,12 +42,12 @@ VIEWS = {"slice", "select", "view", "unsqueeze", "expand", "transpose", "alias",
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Any, Any, Any]]]:
-    """Return the original, ours with the same weights, and its runtime."""
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Any, Any]]]:
+    """Return the original, and ours with the same weights."""
     folder = tmp_path_factory.mktemp("prompts")
     sys.path.insert(0, str(folder))
 
-    def made(model: str) -> tuple[Any, Any, Any]:
+    def made(model: str) -> tuple[Any, Any]:
         name = f"prompts_{model}"
         if name not in sys.modules:
             transforms = select()
@@ -59,7 +61,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], t
         torch.manual_seed(0)
         theirs, ours = (cls(config).to(DEVICE).eval() for cls in (kind, getattr(module, kind.__name__)))
         ours.load_state_dict(theirs.state_dict())
-        return theirs, ours, importlib.import_module(f"{name}.runtime")
+        return theirs, ours
 
     yield made
     sys.path.remove(str(folder))
@@ -72,10 +74,10 @@ def prompt(rows: int, tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("model", FORMS)
-def test_logits_keys_and_the_next_step(pair: Callable[[str], tuple[Any, Any, Any]], model: str) -> None:
-    theirs, ours, runtime = pair(model)
+def test_logits_keys_and_the_next_step(pair: Callable[[str], tuple[Any, Any]], model: str) -> None:
+    theirs, ours = pair(model)
     for rows in (1, 2):
-        graph = runtime.DecodeGraph(ours, batch_size=rows, capacity=256)
+        graph = DecodeGraph(ours, batch_size=rows, capacity=256)
         for tokens in (37, 128, 1, 129, 37):
             ids, cache = prompt(rows, tokens), transformers.DynamicCache(config=theirs.config)
             with torch.no_grad():
@@ -112,10 +114,10 @@ class Counted(TorchDispatchMode):
 
 @pytest.mark.parametrize(("tokens", "before"), [(128, ["_foreach_zero_", "copy_"]), (37, None)])
 def test_what_a_prompt_launches_beside_its_graph(
-    pair: Callable[[str], tuple[Any, Any, Any]], tokens: int, before: list[str] | None
+    pair: Callable[[str], tuple[Any, Any]], tokens: int, before: list[str] | None
 ) -> None:
-    _, ours, runtime = pair("llama")
-    graph = runtime.DecodeGraph(ours, batch_size=1, capacity=256)
+    _, ours = pair("llama")
+    graph = DecodeGraph(ours, batch_size=1, capacity=256)
     ids = prompt(1, tokens)
     for _ in range(2):
         graph.prefill(ids)
@@ -128,9 +130,9 @@ def test_what_a_prompt_launches_beside_its_graph(
     ]  # fmt: skip
 
 
-def test_a_row_of_padding_is_forgotten_by_the_next_prompt(pair: Callable[[str], tuple[Any, Any, Any]]) -> None:
-    theirs, ours, runtime = pair("llama")
-    graph = runtime.DecodeGraph(ours, batch_size=2, capacity=256)
+def test_a_row_of_padding_is_forgotten_by_the_next_prompt(pair: Callable[[str], tuple[Any, Any]]) -> None:
+    theirs, ours = pair("llama")
+    graph = DecodeGraph(ours, batch_size=2, capacity=256)
     mask = torch.ones(2, 7, dtype=torch.int64, device=DEVICE)
     mask[1, :3] = 0
     for given in (mask, None, mask):
@@ -235,11 +237,10 @@ def test_a_way_is_taken_where_it_is_clearly_faster() -> None:
 
 
 def test_a_form_that_is_refused_takes_its_memory_pool_with_it(
-    pair: Callable[[str], tuple[Any, Any, Any]], monkeypatch: pytest.MonkeyPatch
+    pair: Callable[[str], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next one was captured in the pool that had ended: `torch.cuda.empty_cache()` raised an internal error."""
-    _, ours, runtime = pair("llama")
-    part = importlib.import_module(f"{type(ours).__module__.rpartition('.')[0]}.runtime.decode")
+    _, ours = pair("llama")
     pools, refused = list[object](), list[int]()
 
     def captured(run: Callable[[], None], rehearse: Callable[[], None], device: object, pool: object) -> Any:
@@ -249,17 +250,17 @@ def test_a_form_that_is_refused_takes_its_memory_pool_with_it(
     def handle() -> object:
         return object()
 
-    distance = part._distance
+    distance = prompt_graph._distance
 
     def far_at_first(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
         refused.append(1)
         return 1.0 if len(refused) == 1 else distance(found, expected)
 
-    monkeypatch.setattr(part, "capture", captured)
-    monkeypatch.setattr(part, "_distance", far_at_first)
+    monkeypatch.setattr(prompt_graph, "capture", captured)
+    monkeypatch.setattr(prompt_graph, "_distance", far_at_first)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", handle)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    graph = runtime.DecodeGraph(ours, batch_size=1, capacity=384)
+    graph = DecodeGraph(ours, batch_size=1, capacity=384)
     graph.prompts._captures = graph.captures = True
     for tokens in (37, 200):
         graph.prompts.read(

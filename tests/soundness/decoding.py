@@ -5,7 +5,6 @@ Or has a model generate texts: a rewritten one by its loop, where a step is run 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -28,8 +27,8 @@ def decode(module: ModuleType, model: Any, embeds: torch.Tensor, positions: torc
     """
     if model.training:
         return model(embeds, positions)
-    runtime = importlib.import_module(f"{module.__package__}.runtime.cache")
-    cache = runtime.PreallocatedCache(2, embeds.shape[0], embeds.shape[1] + 2, "cpu")
+    preallocated = runtime_part(str(module.__package__), "cache/preallocated")
+    cache = preallocated.PreallocatedCache(2, embeds.shape[0], embeds.shape[1] + 2, "cpu")
     layer_class = type(model.model.layers[0])
     stepping = rewritten and hasattr(layer_class, "decode")
     unwritten = float("nan") if stepping and always_steps(layer_class) else 1e4

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from .bugs import Bug
 
-GQA = "runtime/attention.py"
-PACKING = "runtime/products.py"
-WHOLE = "    whole = memory_joined(tensors)\n"
+GQA = "_runtime/attention"
+PACKING = "_runtime/products"
+WHOLE = "    whole = memory.joined(tensors)\n"
 LOSS = "labels=labels, vocab_size=self.config.vocab_size, **kwargs)"
 CACHE = "if use_cache and past_key_values is None:"
 KEEP = "slice_logits_to_keep(hidden_states, logits_to_keep)"
@@ -94,7 +94,7 @@ LLAMA = (
         "packed weights remembered by the first",
         WHOLE,
         "    kept = as_one.__dict__.setdefault('kept', {})\n"
-        "    whole = kept.get(tensors[0].data_ptr(), memory_joined(tensors))\n"
+        "    whole = kept.get(tensors[0].data_ptr(), memory.joined(tensors))\n"
         "    if whole is not None:\n        kept[tensors[0].data_ptr()] = whole\n",
         file=PACKING,
     ),

@@ -75,7 +75,7 @@ HANDED = (
         "loop",
         old=TAKEN,
         new=LATE,
-        also=(("runtime/decode.py", GIVEN, NOT_GIVEN),),
+        also=(("_runtime/decode", GIVEN, NOT_GIVEN),),
     ),
     bug(
         "rwkv",
@@ -84,7 +84,7 @@ HANDED = (
         "loop",
         old=GIVEN,
         new=NOT_GIVEN,
-        also=(("runtime/decode.py", TAKEN, "self._give(self.buffers)"),),
+        also=(("_runtime/decode", TAKEN, "self._give(self.buffers)"),),
     ),
     bug(
         "rwkv",

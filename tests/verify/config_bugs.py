@@ -17,7 +17,7 @@ from rewrite.verify.models.workbench import Workbench
 from rewrite.verify.runner import settled
 
 from .bugs import Bug
-from .copies import planted, upstream
+from .copies import plant, upstream
 
 THETA = 'base = config.rope_parameters["rope_theta"]'
 ROPE_TYPE = 'self.rope_type != "default"'
@@ -62,21 +62,21 @@ CONFIGURED = (
         "        projection(input) if getattr(projection, 'bias', None) is None\n"
         "        else F.linear(input, projection.weight, projection.bias.detach())\n"
         "        for projection in projections\n    )",
-        file="runtime/products.py",
+        file="_runtime/products",
     ),
     Bug(
         "llama",
         "no scaling where nothing is grouped",
         "groups = getattr(module",
         'scaling = 1.0 if getattr(module, "num_key_value_groups", 1) == 1 else scaling\n    groups = getattr(module',
-        file="runtime/attention.py",
+        file="_runtime/attention",
     ),
     Bug(
         "llama",
         "key heads of two",
         "groups = getattr(module",
         "key = key.roll(1, 1) if key.shape[1] > 2 else key\n    groups = getattr(module",
-        file="runtime/attention.py",
+        file="_runtime/attention",
     ),
     Bug("qwen3_moe", "theta hard-coded", THETA, "base = 10000.0"),
     Bug("qwen3_moe", "sparse step ignored", "(layer_idx + 1) % config.decoder_sparse_step == 0", "True"),
@@ -185,8 +185,7 @@ CONFIGURED = (
 
 def spoiled(bug: Bug, folder: Path) -> None:
     """Plant a bug into a generated package."""
-    file = folder / (bug.file or f"modeling_{bug.model}.py")
-    file.write_text(planted(file.read_text(), bug.old, bug.new, bug.count))
+    plant(folder, bug.file or f"modeling_{bug.model}.py", bug.old, bug.new, bug.count)
 
 
 def first_failure(model: str, package: Path, options: Options, field: str = "") -> Check | None:

@@ -8,6 +8,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from rewrite.offers import VENDORED
+from rewrite.package import vendor
+
 CUSTOM = """
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -59,3 +62,35 @@ def planted(text: str, old: str, new: str, count: int = 1) -> str:
         old, new = (re.sub(r"\bpast_key_values\b", "cache", one) for one in (old, new))
     assert old in text, f"nothing to plant the bug in: {old!r} is not in the file"
     return text.replace(old, new, count)
+
+
+def plant(package: Path, name: str, old: str, new: str, count: int = 1) -> None:
+    """Put a bug into a package, in place.
+
+    Args:
+        package: one whose own runtime has the bug, if `name` is of `_runtime`: its files are put beside it first.
+        name: a file, or a room of the runtime: then it is the one file there that has `old`.
+        old: what is replaced.
+        new: what takes its place.
+        count: how often.
+    """
+    if name.startswith(VENDORED):
+        with_runtime(package)
+    place = package / name
+    files = (
+        [file for file in sorted(place.glob("*.py")) if old in file.read_text("utf-8")] if place.is_dir() else [place]
+    )
+    assert len(files) == 1, f"{old!r} is in {[file.name for file in files]} of {name}"
+    files[0].write_text(planted(files[0].read_text("utf-8"), old, new, count), "utf-8")
+
+
+def with_runtime(package: Path) -> None:
+    """Put the runtime beside a package, as `rewrite vendor` does."""
+    if (package / VENDORED).is_dir():
+        return
+    texts = {file: file.read_text("utf-8") for file in package.glob("*.py")}
+    for name, content in vendor.files(texts.values()).items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_bytes(content)
+    for file, text in texts.items():
+        file.write_text(vendor.relative(text), "utf-8")

@@ -18,7 +18,8 @@ from rewrite.verify.models.workbench import Workbench
 from rewrite.verify.runner import settled
 
 from .bugs import Bug
-from .copies import planted, upstream
+from .copies import plant as plant_into
+from .copies import upstream
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,16 @@ CLASSES = {
     "minimax_m3_vl": "MiniMaxM3VLForCausalLM",
 }
 FILES = {
-    "states": "runtime/cache.py",
-    "layers": "runtime/cache.py",
-    "cache": "runtime/cache.py",
-    "inputs": "runtime/decode.py",
-    "graph": "runtime/decode.py",
-    "loop": "runtime/decode.py",
-    "fitness": "runtime/decode.py",
-    "sampling": "runtime/decode.py",
-    "latents": "runtime/attention.py",
-    "segments": "runtime/attention.py",
+    "states": "_runtime/cache",
+    "layers": "_runtime/cache",
+    "cache": "_runtime/cache",
+    "inputs": "_runtime/decode",
+    "graph": "_runtime/decode",
+    "loop": "_runtime/decode",
+    "fitness": "_runtime/decode",
+    "sampling": "_runtime/decode",
+    "latents": "_runtime/attention",
+    "segments": "_runtime/attention",
 }
 ONE, PADDED, DRAWS, AGAIN, CONTINUED, ENDED, STREAMED, BEGUN, IMAGES = (
     "a row", "rows with padding, one ends", "draws", "calls one after another", "a cache that came back",
@@ -73,15 +74,14 @@ BY_HAND = "step by step, one row without a mask"
 
 
 def bug(model: str, name: str, check: str, file: str, *, old: str, new: str, **more: Any) -> LoopBug:
-    more |= {"file": FILES.get(file), "model_class": CLASSES[model], "check": check}
+    more |= {"file": FILES.get(file, file or None), "model_class": CLASSES[model], "check": check}
     return LoopBug(model, name, old, new, "generation", **more)
 
 
 def plant(bug: LoopBug, package: Path) -> None:
     """Put a bug into a package, in place."""
     for name, old, new in ((bug.file or f"modeling_{bug.model}.py", bug.old, bug.new), *bug.also):
-        file = package / name
-        file.write_text(planted(file.read_text("utf-8"), old, new), "utf-8")
+        plant_into(package, name, old, new)
 
 
 def result_of(bug: LoopBug, package: Path) -> Check:
@@ -105,12 +105,12 @@ FLAG = (
 RESTORED = "torch._foreach_copy_(written, copies)"
 COPIED = "into[index].copy_(state)"
 ENDS_AT_ONCE = "            chunk, ahead = 1, 1  # states cannot go back to the end\n"
-STATE_COPIES = "states_copy(mine, theirs)"
+STATE_COPIES = "states.copy(mine, theirs)"
 STATE_INIT = "super().lazy_initialization(*args, **kwargs)"
 
 STATES = (
-    bug("lfm2", "states not reset between calls", AGAIN, "cache", old="states_forget(layer)", new="pass", also=FLAG),
-    bug("mamba2", "states not reset between calls", AGAIN, "cache", old="states_forget(layer)", new="pass", also=FLAG),
+    bug("lfm2", "states not reset between calls", AGAIN, "cache", old="states.forget(layer)", new="pass", also=FLAG),
+    bug("mamba2", "states not reset between calls", AGAIN, "cache", old="states.forget(layer)", new="pass", also=FLAG),
     bug("lfm2", "states not restored after the proof", ONE, "states", old=RESTORED, new="pass"),
     bug(
         "mamba2",
@@ -197,16 +197,16 @@ STATES = (
         "states not handed back",
         CONTINUED,
         "cache",
-        old=f"            {STATE_COPIES}",
-        new="            pass",
+        old=STATE_COPIES,
+        new="pass",
     ),
     bug(
         "falcon_h1",
         "states not taken over",
         CONTINUED,
         "cache",
-        old="            states_copy(theirs, mine)\n\n    def store",
-        new="            pass\n\n    def store",
+        old="states.copy(theirs, mine)\n\n    def store",
+        new="pass\n\n    def store",
     ),
     bug(
         "mamba2",

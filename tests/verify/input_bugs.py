@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .generation_bugs import AGAIN, BEGUN, CONTINUED, DRAWS, ENDED, IMAGES, ONE, PADDED, STREAMED, bug
 
-LOADED = "_write(mine, theirs.keys, theirs.values, length - theirs.keys.shape[2])"
+INPUT = "_runtime/decode/step_inputs.py"
 OWN_CROSS = "own.layers[-1].keys, own.layers[-1].values = layer.keys.clone(), layer.values.clone()"
 TAKEN = "[*_tensors(self.fixed), *self._seen()], [*_tensors(other.fixed), *other._seen()]"
 GIVEN = "given = {self.tokens: tokens} | ({self.mask: mask} if self.mask else {})"
@@ -32,18 +32,18 @@ KEYS = (
         "llava",
         "keys for values when continued",
         CONTINUED,
-        "cache",
-        old=LOADED,
-        new="_write(mine, theirs.values, theirs.keys, length - theirs.keys.shape[2])",
+        "_runtime/cache/layers.py",
+        old="= other.values[:, :, : length - start]",
+        new="= other.keys[:, :, : length - start]",
     ),
     bug("bart", "not continued", CONTINUED, "loop", old="graph.cache.load(self.dynamic)", new="pass"),
     bug(
         "lfm2",
         "continued one token early",
         CONTINUED,
-        "cache",
-        old="            mine.length = length\n        for",
-        new="            mine.length = max(length - 1, 0)\n        for",
+        "_runtime/cache/layers.py",
+        old="self.rewind(length)",
+        new="self.rewind(max(length - 1, 0))",
     ),
     bug(
         "bart",
@@ -109,7 +109,7 @@ INPUTS = (
         "a cleared cache taken for a written one",
         IMAGES,
         "cache",
-        old="return self.stepping or self.length > 0 or states_had",
+        old="return self.stepping or self.length > 0",
         new="return bool(self.buffers)",
     ),
     bug("qwen2_5_vl", "position not advanced", ONE, "inputs", old="tensor.add_(1)", new="tensor.add_(0)"),
@@ -135,12 +135,12 @@ INPUTS = (
         "qwen2_5_vl",
         "position not put back after the proof",
         ONE,
-        "inputs",
-        old="                tensor.copy_(before)",
-        new="                pass",
+        INPUT,
+        old="tensor.copy_(before)",
+        new="pass",
     ),
-    bug("qwen2_5_vl", "positions of the call before", AGAIN, "inputs", old="tensor.copy_(contents)", new="pass"),
-    bug("qwen2_5_vl", "positions of the image before", IMAGES, "inputs", old="tensor.copy_(contents)", new="pass"),
+    bug("qwen2_5_vl", "positions of the call before", AGAIN, INPUT, old="tensor.copy_(contents)", new="pass"),
+    bug("qwen2_5_vl", "positions of the image before", IMAGES, INPUT, old="tensor.copy_(contents)", new="pass"),
     bug(
         "qwen2_5_vl",
         "positions as if the image were text",
@@ -173,7 +173,7 @@ INPUTS = (
         old="itertools.groupby(lengths)",
         new="itertools.groupby([sum(lengths)])",
     ),
-    bug("bart", "cross-attention of the call before", AGAIN, "inputs", old="tensor.copy_(contents)", new="pass"),
+    bug("bart", "cross-attention of the call before", AGAIN, INPUT, old="tensor.copy_(contents)", new="pass"),
     bug(
         "t5",
         "cross-attention of the call before",
@@ -220,16 +220,16 @@ INPUTS = (
         "encoder's mask dropped",
         PADDED,
         "inputs",
-        old="return {**self.fixed, **given, self.cache: held}",
-        new="return {**self.fixed, **given, self.cache: held, 'attention_mask': None}",
+        old="return {**self.fixed, **given} | (",
+        new="return {**self.fixed, **given, 'attention_mask': None} | (",
     ),
     bug(
         "t5",
         "encoder's mask dropped",
         PADDED,
         "inputs",
-        old="return {**self.fixed, **given, self.cache: held}",
-        new="return {**self.fixed, **given, self.cache: held, 'attention_mask': None}",
+        old="return {**self.fixed, **given} | (",
+        new="return {**self.fixed, **given, 'attention_mask': None} | (",
     ),
     bug(
         "llava",

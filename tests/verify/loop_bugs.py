@@ -14,34 +14,34 @@ def bug(name: str, file: str, old: str, new: str) -> Bug:
 
 
 LOOP = (
-    bug("stale position", "runtime/decode.py", ADVANCE, ADVANCE.replace("add_(1)", "add_(0)")),
+    bug("stale position", "_runtime/decode", ADVANCE, ADVANCE.replace("add_(1)", "add_(0)")),
     bug(
         "position one ahead",
-        "runtime/decode.py",
+        "_runtime/decode",
         "position_ids.copy_(position_ids)",
         "position_ids.copy_(position_ids + 1)",
     ),
     bug(
         "token not fed back",
-        "runtime/decode.py",
+        "_runtime/decode",
         ADVANCE,
         ADVANCE.replace("input_ids.copy_(tokens[:, None])", "input_ids"),
     ),
     bug(
         "padding not masked",
-        "runtime/decode.py",
+        "_runtime/decode",
         "self.cache.pad((attention_mask != 0).int().argmax(dim=1))",
         "pass",
     ),
     bug(
         "cache slot off by one",
-        "runtime/cache.py",
+        "_runtime/cache",
         "write_token(self.keys, self.values, key_states, value_states, self.cache.slots)",
         "write_token(self.keys, self.values, key_states, value_states, (self.cache.slots - 1).clamp(min=0))",
     ),
     bug(
         "a slot ahead is read",
-        "runtime/attention.py",
+        "_runtime/attention",
         "(slots <= position)",
         "(slots <= position + 1)",
     ),
@@ -53,33 +53,33 @@ LOOP = (
         "self.mlp.decode_residual(hidden_states, self.post_attention_layernorm, hidden_states)",
         "self.mlp.decode_residual(hidden_states, self.input_layernorm, hidden_states)",
     ),
-    bug("processors left out", "runtime/decode.py", "for form in sampling.forms:\n", "for form in ():\n"),
+    bug("processors left out", "_runtime/decode", "for form in sampling.forms:\n", "for form in ():\n"),
     bug(
         "other random numbers",
-        "runtime/decode.py",
+        "_runtime/decode",
         "torch.empty_like(probabilities).exponential_(1)",
         "torch.empty_like(probabilities).exponential_(1).exponential_(1)",
     ),
-    bug("a draft is taken unseen", "runtime/decode.py", "cumprod(1).sum(dim=1) + 1", "cumprod(1).sum(dim=1) + 2"),
+    bug("a draft is taken unseen", "_runtime/decode", "cumprod(1).sum(dim=1) + 1", "cumprod(1).sum(dim=1) + 2"),
     bug(
         "all rows end with one",
-        "runtime/decode.py",
+        "_runtime/decode",
         "(first[:, None] == self.sampling.eos).any(dim=-1)",
         "(first[:, None] == self.sampling.eos).any()",
     ),
-    bug("cache not emptied", "runtime/decode.py", "self.state.position.fill_(self.cache.length)", "pass"),
+    bug("cache not emptied", "_runtime/decode", "self.state.position.fill_(self.cache.length)", "pass"),
 )
 
 CAPTURED = (
     bug(
         "graph of the old weights",
-        "runtime/decode.py",
+        "_runtime/decode",
         "signature != self._signature",
         "self._signature is None",
     ),
     bug(
         "a replay too few",
-        "runtime/decode.py",
+        "_runtime/decode",
         "for _ in range(count):\n            program.replay()",
         "for _ in range(count):\n            _ = None if progress.made % 7 == 0 else program.replay()",
     ),
@@ -89,42 +89,42 @@ CAPTURED = (
 TURNS = {
     "other settings in turn": bug(
         "a number of a setting left out",
-        "runtime/decode.py",
+        "_runtime/decode",
         "plain.append((name, type(value), value))",
         "pass",
     ),
     "what comes back on request": bug(
-        "a reason to step aside ignored", "runtime/decode.py", "if plan.reason is not None:", "if False:"
+        "a reason to step aside ignored", "_runtime/decode", "if plan.reason is not None:", "if False:"
     ),
     "a class of the user's own": bug(
         "a method of the user's own unseen",
-        "runtime/decode.py",
+        "_runtime/decode",
         'getattr(found, "_recomputes_at_switch", False)',
         'getattr(found, "_recomputes_at_switch", True)',
     ),
     "a step for each token": bug(
-        "the graphs of the first call thrown away", "runtime/decode.py", "self.store.settle(self.model, graph)", "pass"
+        "the graphs of the first call thrown away", "_runtime/decode", "self.store.settle(self.model, graph)", "pass"
     ),
     "tokens looked up in the text": bug(
         "of the drafts that are right one is taken",
-        "runtime/decode.py",
+        "_runtime/decode",
         "state.taken.copy_(taken)",
         "state.taken.fill_(1)",
     ),
     "rows looked up in the text": bug(
         "of each row as many tokens are read as of the first",
-        "runtime/decode.py",
+        "_runtime/decode",
         "ahead.extend(tokens[row, :count].tolist())",
         "ahead.extend(tokens[row, : counts[0]].tolist())",
     ),
     "begun without kernels": bug(
         "the token of a plain step not written down",
-        "runtime/decode.py",
+        "_runtime/decode",
         "self.logits, self.scores = choose(logits, self._graph.state, self._sampling)",
         "self.logits, self.scores = logits, logits",
     ),
 }
 """Bugs that show in the loop's check of this name alone."""
 
-ENDLESS = bug("a draft's tokens are never counted", "runtime/decode.py", "state.taken.copy_(taken)", "pass")
+ENDLESS = bug("a draft's tokens are never counted", "_runtime/decode", "state.taken.copy_(taken)", "pass")
 """Looked up in the text, no step gets on."""

@@ -6,7 +6,6 @@ python -m torch.distributed.run … tests/verify/rank_bugs.py PACKAGE ORIGINAL O
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -32,24 +31,28 @@ def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
         setattr(owner, name, before)
 
 
-def missing_sum(runtime: Any) -> contextlib.AbstractContextManager[None]:
-    return replaced(runtime.Ranks, "_summed", lambda right: lambda self, part: part)
+def missing_sum(package: str) -> contextlib.AbstractContextManager[None]:
+    return replaced(runtime_part(package, "parallel/ranks").Ranks, "_summed", lambda right: lambda self, part: part)
 
 
-def summed_twice(runtime: Any) -> contextlib.AbstractContextManager[None]:
-    return replaced(runtime.Ranks, "_summed", lambda right: lambda self, part: right(self, right(self, part)))
+def summed_twice(package: str) -> contextlib.AbstractContextManager[None]:
+    return replaced(
+        runtime_part(package, "parallel/ranks").Ranks,
+        "_summed",
+        lambda right: lambda self, part: right(self, right(self, part)),
+    )
 
 
-def bias_on_every_rank(runtime: Any) -> contextlib.AbstractContextManager[None]:
+def bias_on_every_rank(package: str) -> contextlib.AbstractContextManager[None]:
     def finished(self: Any, part: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         bias = self.module._parameters["bias"]
         total: torch.Tensor = self.ranks.sum(part + bias)
         return total if residual is None else residual + total
 
-    return replaced(runtime.RowForward, "finished", lambda right: finished)
+    return replaced(runtime_part(package, "parallel/forwards").RowForward, "finished", lambda right: finished)
 
 
-def heads_of_another_rank(runtime: Any) -> contextlib.AbstractContextManager[None]:
+def heads_of_another_rank(package: str) -> contextlib.AbstractContextManager[None]:
     def changes(right: Any) -> Any:
         def init(self: Any, model: Any) -> None:
             right(self, model)
@@ -61,28 +64,28 @@ def heads_of_another_rank(runtime: Any) -> contextlib.AbstractContextManager[Non
 
         return init
 
-    return replaced(runtime._Changes, "__init__", changes)
+    return replaced(runtime_part(package, "parallel/shards")._Changes, "__init__", changes)
 
 
-def columns_in_another_order(runtime: Any) -> contextlib.AbstractContextManager[None]:
+def columns_in_another_order(package: str) -> contextlib.AbstractContextManager[None]:
     def gather(right: Any) -> Any:
         return lambda self, part, size: right(self, part, size).flip(-1)
 
-    return replaced(runtime.Ranks, "gather", gather)
+    return replaced(runtime_part(package, "parallel/ranks").Ranks, "gather", gather)
 
 
-def experts_of_another_rank(runtime: Any) -> contextlib.AbstractContextManager[None]:
+def experts_of_another_rank(package: str) -> contextlib.AbstractContextManager[None]:
     def own(right: Any) -> Any:
         return lambda self, index, weights: right(self, (index + self.count) % (2 * self.count), weights)
 
-    return replaced(runtime.ExpertsForward, "own", own)
+    return replaced(runtime_part(package, "parallel/forwards").ExpertsForward, "own", own)
 
 
-def experts_on_every_rank(runtime: Any) -> contextlib.AbstractContextManager[None]:
+def experts_on_every_rank(package: str) -> contextlib.AbstractContextManager[None]:
     def own(right: Any) -> Any:
         return lambda self, index, weights: (index % self.count, weights)
 
-    return replaced(runtime.ExpertsForward, "own", own)
+    return replaced(runtime_part(package, "parallel/forwards").ExpertsForward, "own", own)
 
 
 BUGS = (missing_sum, summed_twice, bias_on_every_rank, heads_of_another_rank, columns_in_another_order)
@@ -94,18 +97,18 @@ def main() -> None:
     dist.init_process_group("gloo")
     module, rewritten = sides.load(sides.locate(original)), sides.load(sides.locate(Path(package)))
     main = find_subjects(module, rewritten).main
-    runtime = importlib.import_module(f"{main.rewritten.__module__.rpartition('.')[0]}.runtime.parallel")
+    name = main.rewritten.__module__.rpartition(".")[0]
     found: dict[str, Any] = {}
     sound = Dealt(main.original, main.rewritten, experts=bool(plan))
     found["sound"] = [check.to_json() for check in sound.checks()]
     whole, ours = sound.whole(), sound.dealt(main.rewritten)
     setattr(main.rewritten, SWITCH, True)
     for bug in BUGS_OF_EXPERTS if plan else BUGS:
-        with bug(runtime):
+        with bug(name):
             found[bug.__name__] = sound.steps(whole, ours).to_json()
     if not plan:
         found["uneven"] = uneven(main.original, main.rewritten)
-    found["explain"] = str(runtime_part(main.rewritten.__module__.rpartition(".")[0], "core/explain").explain(ours))
+    found["explain"] = str(runtime_part(name, "core/explain").explain(ours))
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))
     dist.barrier()

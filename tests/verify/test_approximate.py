@@ -17,10 +17,10 @@ from rewrite.verify.models.rounding import Rounding, rounded
 from rewrite.verify.models.sides import locate
 
 from .bugs import Bug
-from .copies import planted, upstream
+from .copies import plant, upstream
 
 QUICK = Options(quick=True, fail_fast=True, gates=("parity", "generation"))
-FORMAT, WEIGHTS, LINEAR = "runtime/core.py", "runtime/fp8.py", "runtime/fp8.py"
+FORMAT, WEIGHTS, LINEAR = "_runtime/core", "_runtime/fp8", "_runtime/fp8"
 
 ROUNDED = "inverse.unsqueeze(-1)).to(dtype)"
 BUGS = (
@@ -64,8 +64,7 @@ def test_verdict_says_that_it_is_approximate(package: Path) -> None:
 def test_bug_does_not_hide_behind_the_rounding(bug: Bug, package: Path, tmp_path: Path) -> None:
     copy = tmp_path / "llama_fp8"
     shutil.copytree(package, copy)
-    file = copy / (bug.file or "modeling_llama.py")
-    file.write_text(planted(file.read_text(), bug.old, bug.new, bug.count))
+    plant(copy, bug.file or "modeling_llama.py", bug.old, bug.new, bug.count)
     verdict = judge(copy)
     assert not verdict.passed
     assert verdict.failed_gate is not None

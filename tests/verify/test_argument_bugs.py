@@ -33,7 +33,7 @@ from rewrite.verify.state.initial import initial_checks
 from rewrite.verify.state.training import changing_checks
 
 from .argument_bugs import ARGUMENTS
-from .copies import planted, upstream
+from .copies import plant, upstream
 
 CAUGHT = {
     "llama": {
@@ -110,8 +110,7 @@ def test_bug_is_caught_by_its_check(model: str, name: str, packages: dict[str, P
     bug = next(bug for bug in ARGUMENTS if (bug.model, bug.name) == (model, name))
     package = tmp_path / model
     shutil.copytree(packages[model], package)
-    file = package / (bug.file or f"modeling_{model}.py")
-    file.write_text(planted(file.read_text(), bug.old, bug.new, bug.count))
+    plant(package, bug.file or f"modeling_{model}.py", bug.old, bug.new, bug.count)
     result = result_of(model, package, CAUGHT[model][name])
     assert result.status == "failed", f"{result.name}: {result.status}"
     print(result.detail)

@@ -21,18 +21,34 @@ from rewrite.verify.models.configs import small_variants
 from rewrite.verify.models.subjects import Subject
 from rewrite.verify.models.workbench import Workbench
 
-from .copies import generated, planted
+from .copies import generated, plant
 
 BUGS = {
-    "outputs handed out as they are": ("group[0].clone()", "group[0]"),
-    "inputs not copied in": ("own.copy_(given)", "pass"),
-    "arguments told apart by shape alone": ("return tensor.shape, tensor.stride(), tensor.dtype", "return ()"),
-    "a number drawn where none is": ("if others == before and torch.equal(", "if others != before and torch.equal("),
-    "the model not known to itself": ("self._model_id = id(model)", "pass"),
-    "a hook unseen": ("(self._filled if registry else self._empty).append(registry)", "pass"),
-    "a part of the model unseen": ("if isinstance(owner, nn.Module):", "if False:"),
-    "outputs of zeros divided by": ("return apart / norm if norm else apart", "return apart / norm"),
-    "outputs of another form": ("with_tensors(self._value, instead)", "with_tensors(self._value, torch.zeros_like)"),
+    "outputs handed out as they are": ("_runtime/forward", "group[0].clone()", "group[0]"),
+    "inputs not copied in": ("_runtime/forward", "own.copy_(given)", "pass"),
+    "arguments told apart by shape alone": (
+        "_runtime/forward",
+        "return tensor.shape, tensor.stride(), tensor.dtype",
+        "return ()",
+    ),
+    "a number drawn where none is": (
+        "_runtime/forward",
+        "if others == before and torch.equal(",
+        "if others != before and torch.equal(",
+    ),
+    "the model not known to itself": ("_runtime/core", "self._model_id = id(model)", "pass"),
+    "a hook unseen": ("_runtime/core", "(self._filled if registry else self._empty).append(registry)", "pass"),
+    "a part of the model unseen": ("_runtime/core", "if isinstance(owner, nn.Module):", "if False:"),
+    "outputs of zeros divided by": (
+        "_runtime/forward",
+        "return apart / norm if norm else apart",
+        "return apart / norm",
+    ),
+    "outputs of another form": (
+        "_runtime/forward",
+        "with_tensors(self._value, instead)",
+        "with_tensors(self._value, torch.zeros_like)",
+    ),
 }
 
 
@@ -88,9 +104,7 @@ def test_the_captured_forward_is_checked(package: Path) -> None:
 def test_a_bug_in_the_captured_forward_is_caught(name: str, package: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(package, broken)
-    files = [broken / "runtime" / room for room in ("forward.py", "core.py")]
-    file = next(file for file in files if BUGS[name][0] in file.read_text("utf-8"))
-    file.write_text(planted(file.read_text("utf-8"), *BUGS[name]), "utf-8")
+    plant(broken, *BUGS[name])
     assert checked(broken).status == "failed"
 
 
@@ -99,9 +113,8 @@ def test_a_bug_in_the_captured_forward_is_caught(name: str, package: Path, tmp_p
 def test_a_bug_in_padded_texts_is_refused_or_caught(name: str, proved: bool, texts: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(texts, broken)
-    file = broken / "runtime" / "forward.py"
     for bug in (PADDED[name], *(() if proved else PROOF)):
-        file.write_text(planted(file.read_text("utf-8"), *bug), "utf-8")
+        plant(broken, "_runtime/forward", *bug)
     assert_refused_or_caught(checked(broken, modeling_bert.BertModel), refused=proved)
 
 
@@ -109,8 +122,7 @@ def test_a_bug_in_padded_texts_is_refused_or_caught(name: str, proved: bool, tex
 def test_texts_that_are_padded_no_more_are_noticed(name: str, texts: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(texts, broken)
-    file = broken / "runtime" / "forward.py"
-    file.write_text(planted(file.read_text("utf-8"), *UNPADDED[name]), "utf-8")
+    plant(broken, "_runtime/forward", *UNPADDED[name])
     assert_refused_or_caught(checked(broken, modeling_bert.BertModel), refused=True)
 
 

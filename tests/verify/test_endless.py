@@ -24,7 +24,7 @@ from rewrite.verify.judging.verdict import Figure
 from rewrite.verify.models.workbench import on_original
 from rewrite.verify.parallel import Part
 
-from .copies import generated, planted, upstream
+from .copies import generated, plant, upstream
 from .loop_bugs import ENDLESS
 from .test_parallel import bench, pooled, ran
 
@@ -46,8 +46,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def changed(package: Path, copy: Path, name: str, old: str, new: str) -> Path:
     shutil.copytree(package, copy)
-    file = copy / name
-    file.write_text(planted(file.read_text("utf-8"), old, new), "utf-8")
+    plant(copy, name, old, new)
     return copy
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rewrite.verify import Options, verify
 
-from .copies import generated, planted, upstream
+from .copies import generated, plant, upstream
 
 RUN, KEPT, JOINED = "methods that were added run", "keys and values are not repeated", "weights are joined once"
 NORMS, BEYOND = "norms round as the original's do", "float16, base: beyond the largest number"
@@ -19,15 +19,15 @@ STEPS = "decode loop, step by step, unused slots poisoned, base"
 
 BUGS = {
     "the norm behind a sum is never taken": (
-        "llama", "runtime/norms.py", "_body(kind.forward) == _body(kind.add_forward)",
+        "llama", "_runtime/norms", "_body(kind.forward) == _body(kind.add_forward)",
         "_body(kind.forward) != _body(kind.add_forward)", RUN,
     ),
     "keys are repeated": (
-        "llama", "runtime/attention.py", "return _sdpa if interface is sdpa_attention_forward else interface",
+        "llama", "_runtime/attention", "return _sdpa if interface is sdpa_attention_forward else interface",
         "return interface", KEPT,
     ),
     "biases are joined in each call": (
-        "llama", "runtime/products.py", "as_one(present) if len(present) == len(biases)",
+        "llama", "_runtime/products", "as_one(present) if len(present) == len(biases)",
         "as_one(present) if len(present) != len(biases)", JOINED,
     ),
     "a norm rounds once": (
@@ -39,24 +39,24 @@ BUGS = {
         "add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon, weight_in_fp32=True)", NORMS,
     ),
     "wide heads see what follows": (
-        "llama", "runtime/attention.py",
-        "scale=scaling, is_causal=causal,\n    )  # fmt: skip\n    return out.permute",
-        "scale=scaling,\n    )  # fmt: skip\n    return out.permute", HEADS,
+        "llama", "_runtime/attention",
+        "scale=scaling,\n        is_causal=causal,\n    )\n    return out.permute",
+        "scale=scaling,\n    )\n    return out.permute", HEADS,
     ),
     "a step sees the first key alone": (
-        "llama", "runtime/attention.py", "causal = length > 1 and mask is None",
+        "llama", "_runtime/attention", "causal = length > 1 and mask is None",
         "causal = length >= 1 and mask is None", HEADS,
     ),
     "steps are made that nobody reads": (
-        "llama", "runtime/decode.py", "progress.read(reader)\n                continue", "progress.read(reader)",
+        "llama", "_runtime/decode", "progress.read(reader)\n                continue", "progress.read(reader)",
         BEHIND,
     ),
     "a step rotates in fp32": (
-        "llama", "runtime/attention.py", "layer = past_key_values.layers[layer_idx]\n    rotation =",
+        "llama", "_runtime/attention", "layer = past_key_values.layers[layer_idx]\n    rotation =",
         "layer = past_key_values.layers[layer_idx]\n    in_fp32 = True\n    rotation =", ROUNDED,
     ),
     "a step knows no layers": (
-        "llama", "runtime/decode.py", "DynamicCache(config=model.config.get_text_config(decoder=True))",
+        "llama", "_runtime/decode/graph.py", "DynamicCache(config=model.config.get_text_config(decoder=True))",
         "DynamicCache()", STEPS,
     ),
     "infinities stay": (
@@ -92,9 +92,7 @@ def test_a_bug_is_caught(name: str, packages: dict[str, Path], tmp_path: Path) -
     model, file, old, new, check = BUGS[name]
     broken = tmp_path / f"{model}_{len(name)}_{len(check)}"
     shutil.copytree(packages[model], broken)
-    path = broken / file
-    text = path.read_text("utf-8")
-    path.write_text(planted(text, old, new, text.count(old)), "utf-8")
+    plant(broken, file, old, new, -1)
     verdict = verify(upstream(model), broken, options(check))
     failed = {one.name for gate in verdict.gates for one in gate.checks if one.status == "failed"}
     assert check in failed

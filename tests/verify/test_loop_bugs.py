@@ -15,7 +15,7 @@ from rewrite.verify.generation.poison import poison
 from rewrite.verify.generation.talk import TALKS
 
 from .bugs import Bug
-from .copies import generated, planted, upstream
+from .copies import generated, plant, upstream
 from .loop_bugs import CAPTURED, LOOP, TURNS
 
 CHECKED = Options(quick=True, fail_fast=True, gates=("generation",))
@@ -71,9 +71,7 @@ def assert_caught(
     copy = tmp_path / "llama"
     shutil.copytree(package, copy)
     assert bug.file is not None
-    file = copy / bug.file
-    text = planted(file.read_text(), bug.old, bug.new, bug.count)
-    file.write_text(text)
+    plant(copy, bug.file, bug.old, bug.new, bug.count)
     verdict = verify(upstream("llama"), copy, options)
     assert not verdict.passed
     assert verdict.failed_gate is not None

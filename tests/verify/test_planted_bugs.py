@@ -12,7 +12,7 @@ import pytest
 from rewrite.verify import Options, Verdict, verify
 
 from .bugs import COPIED, PRELUDE, Bug
-from .copies import planted, source_of, upstream, write_package
+from .copies import plant, planted, source_of, upstream, write_package
 from .rewritten_bugs import REWRITTEN
 
 QUICK = Options(quick=True, fail_fast=True, gates=("parity", "generation"))
@@ -55,6 +55,5 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_bug_in_a_rewritten_package_is_caught(bug: Bug, packages: dict[str, Path], tmp_path: Path) -> None:
     package = tmp_path / bug.model
     shutil.copytree(packages[bug.model], package)
-    file = package / (bug.file or f"modeling_{bug.model}.py")
-    file.write_text(planted(file.read_text(), bug.old, bug.new, bug.count))
+    plant(package, bug.file or f"modeling_{bug.model}.py", bug.old, bug.new, bug.count)
     assert_caught(bug, judged(bug, package))

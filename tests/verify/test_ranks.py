@@ -21,7 +21,7 @@ def of_ranks(folder: Path, model: str, *plan: str) -> Found:
     """What two ranks found, of the sound package and with each bug: one start of both processes."""
     package, out = folder / f"{model}_of_ranks", folder / "found.json"
     command = [sys.executable, "-c", "from rewrite.cli import main; main()", model, "--out", str(package)]
-    subprocess.run([*command, "--no-verify", "--with", "ranks"], check=True, capture_output=True)
+    subprocess.run([*command, "--no-verify"], check=True, capture_output=True)
     agent = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     worker = Path(__file__).with_name("rank_bugs.py")
     command = [sys.executable, "-m", *agent, str(worker), str(package), str(upstream(model)), str(out), *plan]

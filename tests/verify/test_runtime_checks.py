@@ -22,7 +22,7 @@ from rewrite.verify.models.workbench import Workbench
 from rewrite.verify.state.declared import defaults_alike, signatures_alike
 from rewrite.verify.state.runtime import nothing_kept, step_aside
 
-from .copies import generated, planted, source_of, upstream, write_package
+from .copies import generated, plant, planted, source_of, upstream, write_package
 
 Run = Callable[[Workbench], Mapping[str, Figure]]
 
@@ -57,24 +57,24 @@ def of_the_loop(name: str) -> Run:
 POSITION = "self.position = torch.zeros(1, dtype=torch.int64"
 BUGS = {
     "an operator says that gradients are wanted": (
-        "runtime/core.py", "if type(tensors[0]) is Proxy:", "if True:", aside, "steps aside without a cause",
+        "_runtime/core", "if type(tensors[0]) is Proxy:", "if True:", aside, "steps aside without a cause",
     ),
     "what was packed is never forgotten": (
-        "runtime/products.py", "del _groups[address]", "pass", nothing_kept, "_groups from",
+        "_runtime/products", "del _groups[address]", "pass", nothing_kept, "_groups from",
     ),
     "an error in a callback is swallowed": (
-        "runtime/products.py", "del _groups[address]", "del _groups[None]", nothing_kept, "is swallowed",
+        "_runtime/products", "del _groups[address]", "del _groups[None]", nothing_kept, "is swallowed",
     ),
     "attention weights are dropped out in evaluation": (
         "modeling_llama.py", "0.0 if not self.training else self.attention_dropout", "self.attention_dropout",
         own_function, "dropout",
     ),
     "the loop refuses the step that it could take": (
-        "runtime/cache.py", POSITION, POSITION.replace("int64", "int32"),
+        "_runtime/cache", POSITION, POSITION.replace("int64", "int32"),
         of_the_loop("runs as the package says"), "the original's step runs in a decode loop",
     ),
     "a prompt without a mask cannot be read": (
-        "runtime/decode.py", "unpadded = attention_mask is None or", "unpadded = attention_mask is None and",
+        "_runtime/decode", "unpadded = attention_mask is None or", "unpadded = attention_mask is None and",
         of_the_loop("one row without a mask"), "has no attribute",
     ),
 }  # fmt: skip
@@ -91,7 +91,7 @@ def test_a_bug_is_caught(name: str, package: Path, tmp_path: Path) -> None:
     file, old, new, run, said = BUGS[name]
     folder = tmp_path / "broken_llama"
     shutil.copytree(package, folder)
-    (folder / file).write_text(planted((folder / file).read_text("utf-8"), old, new), "utf-8")
+    plant(folder, file, old, new)
     with pytest.raises((Mismatch, AttributeError), match=said):
         run(workbench("llama", folder))
 

@@ -106,9 +106,8 @@ def load(source: Source) -> ModuleType:
     os.environ.pop("REWRITE_CACHE", None)
     module = _imported(source)
     for kind in vars(module).values():
-        for base in kind.__mro__ if isinstance(kind, type) else ():
-            if BEGINS in vars(base):
-                setattr(base, BEGINS, False)
+        if isinstance(kind, type) and kind.__module__ == module.__name__ and hasattr(kind, BEGINS):
+            setattr(kind, BEGINS, False)
     return module
 
 

@@ -19,9 +19,10 @@ from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
 from ..judging.verdict import Figure
 from ..models.workbench import Workbench, on_original
-from .runtime import called, package_of
+from .runtime import backend_of, called, package_of
 
 DTYPES = ("float32", "float64", "bfloat16")
+NONE = "no operator of the package runs in a plain call"
 
 
 def operator_checks(bench: Workbench) -> Iterator[CheckRun]:
@@ -74,7 +75,7 @@ def _as_promised(bench: Workbench) -> Mapping[str, Figure]:
                 with Compared():
                     called(bench, pair.rewritten)
     if not compared:
-        raise NotRun("no operator of the package runs in a plain call")
+        raise NotRun(NONE)
     return {"calls": compared}
 
 
@@ -89,17 +90,34 @@ def _direct(bench: Workbench) -> Mapping[str, Figure]:
 
     Raises:
         Mismatch: one does.
-        NotRun: the rewritten side has no runtime.
+        NotRun: the rewritten side has no runtime, or none of its operators runs.
     """
     namespace = _namespace(bench)
     pair = bench.fresh(bench.base, bench.implementations()[0], "float32")
     on_original(called, bench, pair.original)
-    called(bench, pair.rewritten)
     with _dispatched(namespace) as through:
         count = called(bench, pair.rewritten)
     if through:
         raise Mismatch(f"{sorted(through)[0]} goes through the dispatcher, and {len(through) - 1} others")
+    if not _run(bench, pair.rewritten, namespace):
+        raise NotRun(NONE)
     return {"calls": count}
+
+
+def _run(bench: Workbench, model: Any, namespace: str) -> bool:
+    """Call a model, and return whether an operator of a namespace runs where somebody watches."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watched(TorchDispatchMode):
+        found = False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.found = self.found or func.namespace == namespace
+            return func(*args, **(kwargs or {}))
+
+    with Watched() as watched:
+        called(bench, model)
+    return watched.found
 
 
 @contextlib.contextmanager
@@ -125,5 +143,10 @@ def _dispatched(namespace: str) -> Iterator[set[str]]:
 
 
 def _namespace(bench: Workbench) -> str:
-    """The namespace of the operators of the package's runtime."""
+    """The namespace of the operators of the package's runtime.
+
+    Raises:
+        NotRun: the rewritten side has no runtime.
+    """
+    backend_of(bench)
     return str(runtime_part(package_of(bench), "core/place").NAMESPACE)

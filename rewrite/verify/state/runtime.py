@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_rewrite_runtime.cache.names import argument_of, given_back
 
-from rewrite.measure.runtime_part import runtime_part
+from rewrite.measure.runtime_part import has_runtime, runtime_part
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NOT_SO = frozenset({
-    "gradient", "gradient_wanted", "training_left_out", "observed", "autocast", "watched", "traced", "capturing",
+    "gradient", "gradient_wanted", "observed", "autocast", "watched", "traced", "capturing",
     "not_a_tensor", "not_linear", "dtype", "shape", "strided", "shared_storage",
 })  # fmt: skip
 """Reasons that no operator has in a plain call of a new model, which nobody watches, in one dtype and one batch."""
@@ -188,7 +188,7 @@ def swallowed(modules: Sequence[ModuleType]) -> Iterator[list[str]]:
 def _sizes(modules: Sequence[ModuleType]) -> dict[str, int]:
     """How much each table holds that the modules keep."""
     return {
-        f"{module.__name__.rpartition('.')[2]}.{name}": len(value)
+        f"{'.'.join(module.__name__.split('.')[-2:])}.{name}": len(value)
         for module in modules
         for name, value in vars(module).items()
         if isinstance(value, CONTAINERS) and isinstance(value, Sized) and not name.startswith("__")
@@ -212,7 +212,6 @@ def backend_of(bench: Workbench) -> Any:
     Raises:
         NotRun: the rewritten side has no runtime.
     """
-    try:
-        return runtime_part(package_of(bench), "core/backend")
-    except ModuleNotFoundError as error:
-        raise NotRun("there is no runtime that can be asked") from error
+    if not has_runtime(bench.subject.rewritten.__module__):
+        raise NotRun("there is no runtime that can be asked")
+    return runtime_part(package_of(bench), "core/backend")
