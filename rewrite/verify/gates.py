@@ -48,7 +48,7 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
 
         return [Part(partial(teacher_checks, bench))]
     if name == "generation":
-        if bench.subject.writes and bench.base.inputs == TEXT and hasattr(bench.subject.original, "generate"):
+        if bench.goes_on and hasattr(bench.subject.original, "generate"):
             if lost := lost_cache(bench):
                 return [Part(partial(_without_cache, lost))]
             quick = bench.options.quick

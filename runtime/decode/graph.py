@@ -513,11 +513,11 @@ class DecodeGraph(Step):
 
         def _look_for_changes(self) -> None:
             """Run a step once more: what it makes at its first run is there."""
-            before = Before(self.model, self.carried.buffers, layers=self.cache.layers)
-            self._once_more()
+            before, kept = Before(self.model, self.carried.buffers, layers=self.cache.layers), Kept(self.model)
+            kept.watch(self._once_more)
             if (changes := before.changes()) is not None:
                 raise StepChanges(changes, changes.named(self.model))
-            self._kept[self._kind] = Kept(self.model)
+            self._kept[self._kind] = kept
 
         def _once_more(self) -> None:
             """Run a step and leave everything as it is."""

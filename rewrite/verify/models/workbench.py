@@ -21,6 +21,7 @@ from .configs import Variant
 from .counting import uncounted
 from .indices import asked_first
 from .inputs import random_state_kept, seed_all
+from .model_inputs import TEXT
 from .rounding import Rounding
 from .subjects import Subject
 
@@ -62,6 +63,11 @@ class Workbench:
     def base(self) -> Variant:
         """The variant that every check runs on."""
         return self.variants[0]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the class goes on with a text, and text alone is what it is fed."""
+        return self.subject.writes and self.base.inputs == TEXT
 
     @property
     def large(self) -> bool:
