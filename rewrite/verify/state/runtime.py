@@ -136,7 +136,7 @@ def _used(bench: Workbench, model_class: Any) -> Any:
     import torch
 
     model = build(model_class, bench.base, bench.implementations()[0], "float32", bench.options.device)
-    model.load_state_dict(bench.weights(bench.base))
+    bench.load(model, bench.base)
     called(bench, model)
     if hasattr(model_class, STEP) and bench.goes_on:
         setattr(model, STEP, True)
