@@ -45,6 +45,7 @@ from rewrite.runtime.cache.preallocated import PreallocatedCache
 from rewrite.runtime.core import backend
 from rewrite.runtime.core.explain import explain
 from rewrite.runtime.decode import fitness, generation, graph_store, loop, plan, proof, reasons, step_inputs
+from rewrite.runtime.decode import graph as decode_graph
 from rewrite.runtime.decode.fitness import recomputes_at_switch
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
@@ -639,27 +640,25 @@ def test_a_step_that_sees_unwritten_slots_is_noticed():
 
 
 @pytest.mark.parametrize("seen", [0, 1])
-def test_logits_that_one_rounding_moves_are_not_asked(seen, monkeypatch):
+def test_where_one_rounding_makes_other_logits_no_bit_may_move(seen, monkeypatch):
     """As of Gemma 3n with random weights: what must not be seen is looked for bit by bit."""
-    model, _ = pair()
-    head = type(model.lm_head)
+    model, _ = pair(dtype=torch.bfloat16)
+    head, last = type(model.lm_head), model.model.layers[-1]
 
     class Wild(head):
         def forward(self, hidden):
             return torch.sin(1e7 * super().forward(hidden))
 
     model.lm_head.__class__ = Wild
-    model.model.__class__ = blind_beyond(seen)(type(model.model))
-    distance, seen_distances = proof.distance, []
-
-    def measured(logits, of):
-        seen_distances.append(distance(logits, of))
-        return seen_distances[-1]
-
-    monkeypatch.setattr(proof, "distance", measured)
+    last.__class__ = blind_beyond(seen)(type(last))  # no layer behind it keeps what it makes of that
+    verdicts = []
+    monkeypatch.setattr(
+        decode_graph, "compared", lambda *given: verdicts.append(proof.compared(*given)) or verdicts[-1]
+    )
     run(model, prompt(padded=False), do_sample=False)
     assert loops(model) == (["step_differs"] if seen else [])
-    assert min(seen_distances) > proof.TOLERANCE
+    for verdict, holds in verdicts:
+        assert (verdict.distance > 0.5, verdict.vague, holds) == (True, True, not seen)
 
 
 @pytest.mark.parametrize("error", [TypeError, AttributeError, AssertionError], ids=lambda error: error.__name__)
