@@ -604,6 +604,13 @@ class SourceDoesNotImport(RewriteError):
         )
 
 
+class NotAcceptable(RewriteError):
+    """What fails in a verification is no change of numbers that could be recorded."""
+
+    def __init__(self, folder: object, why: str):
+        super().__init__(f"nothing was accepted of {shortened(folder)}: {why}")
+
+
 class AcceptanceNotReadable(RewriteError):
     """The record of accepted changes was edited or merged badly."""
 

@@ -13,8 +13,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hf_rewrite_runtime.cache.names import argument_of, given_back
 
+from hf_rewrite_runtime.cache.names import argument_of, given_back
 from rewrite.engine.build import build
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble

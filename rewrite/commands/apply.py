@@ -216,14 +216,17 @@ def _with(library: Installed | None, job: Job, screen: Screen) -> int:
 def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Transform], place: Output | None) -> int:
     from rewrite.deliver import report, summary
     from rewrite.deliver.delivery import Delivery, deliver
-    from rewrite.engine.build import build
+    from rewrite.engine.build import require_sites, tried
     from rewrite.package import original
     from rewrite.package.assemble import assemble
     from rewrite.package.lock import Options
 
     summary.show_source(screen, source)
     with screen.working(f"rewriting {source.path.name}"):
-        built = build(source, transforms)
+        built = tried(source, transforms)
+    if not built.rewritten.sites:
+        report.write(job.json_path, "apply", {**report.of_build(built), "written": False})
+    require_sites(built)
     before, name = original.text_of(source.path), original.patch_path(source)
     screen.show_diff(before, built.rewritten.text, name, job.diff_style)
     if place is None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import transformers
-from hf_rewrite_runtime.origin import fingerprints, guard
 
+from hf_rewrite_runtime.origin import fingerprints, guard
 from rewrite.package import definitions
 
 ROOT = Path(transformers.__file__).parent
