@@ -6,7 +6,8 @@
 
 Each model is rewritten into a package. A mutant is the package with one change (`bench/mutation.py`), in the modeling
 file or in the runtime that is vendored beside it, half of the sample in either, every rule in its turn. Each is
-verified on its own until its first failed check; one that ends its process, or that says nothing for two minutes, *broke off*.
+verified on its own until its first failed check; one that ends its process, or that says nothing for two minutes,
+*broke off*.
 
 What no check runs is told from what runs and is not seen: the package itself is verified first (`--baselines`: nothing
 else) with the lines and branches counted that run. A mutant elsewhere is *not reached*, and no part of the sample; nor

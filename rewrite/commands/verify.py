@@ -140,8 +140,6 @@ def _ranks(
     from rewrite.verify import ranks as several
 
     lock = read_lock(folder)
-    if "ranks" in lock.options.without:
-        raise click.UsageError(f"--tp: {folder} was made without ranks: rewrite sync {folder} --with ranks")
     source = original.find(folder, lock, given)
     verification.require_trust(source, trusted)
     if request.weights is not None:

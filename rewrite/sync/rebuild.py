@@ -12,6 +12,7 @@ from rewrite import operators
 from rewrite.deliver import acceptance
 from rewrite.engine.build import Build, build
 from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownTransform
+from rewrite.offers import VENDORED
 from rewrite.package import kept, original, vendor
 from rewrite.package.assemble import VERDICT_NAME, Package, assemble
 from rewrite.package.lock import Lock, engine_digest, rule_hashes, sha256
@@ -117,7 +118,7 @@ def moved(lock: Lock, source: Source) -> list[str]:
 
 def own_runtime(lock: Lock) -> dict[str, bytes]:
     """Return this version's own text of each file of a vendored runtime that a package has and this version too."""
-    own = {f"{vendor.VENDORED}/{name}.py": name for name in vendor.names()}
+    own = {f"{VENDORED}/{name}.py": name for name in vendor.names()}
     return {path: operators.own_text(name).encode("utf-8") for path, name in own.items() if path in lock.files}
 
 

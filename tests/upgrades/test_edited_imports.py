@@ -29,8 +29,10 @@ NORM = "hf_rewrite_runtime.norms.rms_norm"
         ("from .runtimes.norms import other", None),
         ("from torch.runtime.norms import other", None),
         (f"from {NORM} import other", f"imports other of {NORM}, which does not have it"),
-        ("from hf_rewrite_runtime.norms import other", "imports other of hf_rewrite_runtime.norms, which does not have it"),
-        ("from hf_rewrite_runtime.no.where import x", "imports hf_rewrite_runtime.no.where, which the runtime does not have"),
+        ("from hf_rewrite_runtime.norms import other",
+         "imports other of hf_rewrite_runtime.norms, which does not have it"),
+        ("from hf_rewrite_runtime.no.where import x",
+         "imports hf_rewrite_runtime.no.where, which the runtime does not have"),
         (
             "from .runtime.norms import rms_norm",
             f"imports .runtime.norms, which is gone: write `from {NORM} import rms_norm`",

@@ -27,7 +27,7 @@ class Repository:
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("GIT_", "PRE_COMMIT"))},
             "PATH": f"{self._programs()}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / ".links"))),
             "PRE_COMMIT_HOME": str(folder.parent / "cache"),
             "GIT_CONFIG_GLOBAL": os.devnull,
             "OMP_NUM_THREADS": "1",
@@ -147,6 +147,8 @@ def test_a_conflict_fails_and_keeps_the_file(repository: Repository) -> None:
 
 
 def test_check_fails_on_an_edited_runtime(repository: Repository) -> None:
+    from rewrite.cli import run
+
     assert run(["vendor", str(repository.folder / "out")]) == 0
     with (repository.folder / "out" / "_runtime" / "products" / "packing.py").open("a") as file:
         file.write("# mine\n")
