@@ -19,11 +19,12 @@ import sys
 from pathlib import Path
 
 import torch
+from lookup import SHAPES, batches_of, compared, counting, model_of
+
 from hf_rewrite_runtime.decode.alignment import Alignment
 from hf_rewrite_runtime.decode.graph import Program
 from hf_rewrite_runtime.decode.graph_store import release_graphs
 from hf_rewrite_runtime.decode.window import RaggedWindow, Window
-from lookup import SHAPES, batches_of, compared, counting, model_of
 
 
 def mislead(assistant, follows, right):

@@ -242,6 +242,7 @@ def replayed(run: Callable[[], object], times: int) -> float:
 def fp8_tiles() -> None:
     """Time tiles of the kernels of FP8 layers at 8B widths."""
     import torch
+
     from hf_rewrite_runtime.core.launch import processors
     from hf_rewrite_runtime.products import block_linear, block_rows, linear
     from hf_rewrite_runtime.products.blocks import Blocks
@@ -311,6 +312,7 @@ def candidates(count: int, gated: bool) -> list[tuple[int, ...]]:
 def mxfp4_tiles() -> None:
     """Time tiles of the kernels of MXFP4 experts at gpt-oss-20b's widths."""
     import torch
+
     from hf_rewrite_runtime.moe import block_experts as be
     from hf_rewrite_runtime.moe import mxfp4_experts as mx
     from hf_rewrite_runtime.moe.form import ExpertsForm, gating

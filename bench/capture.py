@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 import transformers  # the children are forks: they start with it loaded
+
 from hf_rewrite_runtime.cache.names import argument_of
 
 ROOT = Path(__file__).parent.parent
@@ -237,7 +238,6 @@ def _line(error):
 def check(name, device, packages):
     """Run one class: the original's steps and the rewritten one's, with and without the experts' interface."""
     from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
-
     from rewrite.verify.models.workbench import randomise
 
     torch.set_num_threads(1)

@@ -28,7 +28,6 @@ KERNELS = (
 def launches(arch: str) -> list[Any]:
     """One launch of each kernel, as on a chip."""
     from hf_rewrite_runtime.core import launch
-
     from rewrite.kernels.chips import CHIPS
     from rewrite.kernels.work import pretended
 

@@ -13,10 +13,11 @@ import statistics
 import time
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from hf_rewrite_runtime.core.explain import explain
 from hf_rewrite_runtime.decode.generation import GraphGeneration
 from hf_rewrite_runtime.decode.graph_store import store_of
-from transformers import LlamaConfig, LlamaForCausalLM
 
 GraphGeneration.starts_plainly = False
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hf_rewrite_runtime.cache.names import NAMES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_rewrite_runtime.cache.names import NAMES
 from rewrite.measure.limits import experts
 
 CACHES = (*NAMES, "state")

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_rewrite_runtime.cache.names import argument_of, given_back
-
 from rewrite.measure.runtime_part import runtime_part
 
 ROOT = Path(__file__).resolve().parents[1]

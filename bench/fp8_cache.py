@@ -41,6 +41,7 @@ def model_of(package: Any, layers: int) -> Any:
 def graph_of(package: Any, model: Any, batch: int, context: int, form: str | None) -> Any:
     """Return a decode graph that holds `context` tokens of random numbers, and its captured step."""
     import torch
+
     from hf_rewrite_runtime.decode.cache_format import set_cache_format
     from hf_rewrite_runtime.decode.graph import DecodeGraph
 

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf_rewrite_runtime.core import capture, launch, tiles
-from hf_rewrite_runtime.products.skinny import HEIGHTS, Form
 from torch import Tensor
 
+from hf_rewrite_runtime.core import capture, launch, tiles
+from hf_rewrite_runtime.products.skinny import HEIGHTS, Form
 from rewrite.tuning.candidates import one_row
 
 linear = importlib.import_module("hf_rewrite_runtime.products.one_row")

@@ -23,9 +23,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
-from hf_rewrite_runtime.cache.names import argument_of, given_back
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
+
+from hf_rewrite_runtime.cache.names import argument_of, given_back
 
 COPY = re.compile(r"copy|CatArray|repeat_interleave|DtoD", re.IGNORECASE)
 SMALL, LARGE, TOKENS = 2, 4, 16

@@ -24,11 +24,12 @@ import time
 from pathlib import Path
 
 import torch
+from transformers import LlamaConfig
+
 from hf_rewrite_runtime.decode import graph_store
 from hf_rewrite_runtime.decode.alignment import Alignment
 from hf_rewrite_runtime.decode.graph import Program
 from hf_rewrite_runtime.decode.window import RaggedWindow, Window
-from transformers import LlamaConfig
 
 SHAPES = {
     "8b": (4096, 14336, 32, 32, 8, 128, 128256),

@@ -188,7 +188,6 @@ def ruled(row: dict[str, Any], processors: int) -> str:
     """The rule's entry of today for a row of the results."""
     from hf_rewrite_runtime.attention import decode_attention
     from hf_rewrite_runtime.core import tiles
-
     from rewrite.tuning.steps import ROOM, ROUNDING
 
     kind, shape, *_ = row["name"].split()

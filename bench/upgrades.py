@@ -221,7 +221,6 @@ def guard(arguments: argparse.Namespace) -> None:
     A method counts if any modeling file calls one of that name, so that a package warns no more often than this says.
     """
     from hf_rewrite_runtime.origin import fingerprints
-
     from rewrite.package import definitions
 
     counts: dict[str, Counter[str]] = {}

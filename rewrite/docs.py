@@ -18,7 +18,7 @@ from typing import Any
 
 from rewrite import operators
 from rewrite.engine.build import build
-from rewrite.operators import Offer
+from rewrite.offers import Offer
 from rewrite.package.original import text_of
 from rewrite.show import diff
 from rewrite.transform import COMMON_REASONS, Transform

@@ -358,6 +358,13 @@ class OutputNotOurs(UsageError):
         super().__init__(f"{shortened(path)} {why}: choose another {option}{force}.")
 
 
+class NotCommittable(UsageError):
+    """A package cannot be committed."""
+
+    def __init__(self, folder: object, why: str):
+        super().__init__(f"--commit: {shortened(folder)}: {why}.")
+
+
 class OutputOfAnotherModel(OutputNotOurs):
     """The output folder holds a package of another model than the one that is to be rewritten."""
 
@@ -595,6 +602,13 @@ class SourceDoesNotImport(RewriteError):
         super().__init__(
             f"{path} itself cannot be imported here: {why}. {hint}; --no-verify writes the package without the proof."
         )
+
+
+class NotAcceptable(RewriteError):
+    """What fails in a verification is no change of numbers that could be recorded."""
+
+    def __init__(self, folder: object, why: str):
+        super().__init__(f"nothing was accepted of {shortened(folder)}: {why}")
 
 
 class AcceptanceNotReadable(RewriteError):

@@ -14,8 +14,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
 
 import capture  # noqa: E402
-from hf_rewrite_runtime.cache.layers import INDEXED  # noqa: E402
 from stream_rules import Refused, stream_rules  # noqa: E402
+
+from hf_rewrite_runtime.cache.layers import INDEXED  # noqa: E402
 
 X, INDEX, MASK = torch.arange(6.0), torch.tensor([1, 3]), torch.arange(6) > 2
 REFUSED = {

@@ -7,11 +7,11 @@ import types
 from pathlib import Path
 
 import pytest
+from torch import nn
+
 from hf_rewrite_runtime.core import explain
 from hf_rewrite_runtime.decode.generation import GraphGeneration
 from hf_rewrite_runtime.package.checkpoint import NativeCheckpoint
-from torch import nn
-
 from rewrite.engine.decode_loops import with_loops
 from rewrite.engine.passes import rewrite_text
 from rewrite.package.lock import Lock, Options, Origin, read_lock

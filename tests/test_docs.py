@@ -12,8 +12,8 @@ from pathlib import Path
 
 import click
 import pytest
-from hf_rewrite_runtime.rocm import settings as rocm
 
+from hf_rewrite_runtime.rocm import settings as rocm
 from rewrite import docs
 from rewrite.cli import COMMANDS, DefaultGroup
 from rewrite.kernels.run import known_kernels

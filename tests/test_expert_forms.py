@@ -8,9 +8,9 @@ import libcst as cst
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_rewrite_runtime.moe.form import ExpertsForm, gated, gating
 from torch import nn
 
+from hf_rewrite_runtime.moe.form import ExpertsForm, gated, gating
 from rewrite.analysis.moe.every_expert import every_expert, every_form
 from rewrite.analysis.moe.mixture import form_of
 from rewrite.analysis.syntax.module import Module

@@ -13,8 +13,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hf_rewrite_runtime.cache.names import argument_of, given_back
 
+from hf_rewrite_runtime.cache.names import argument_of, given_back
 from rewrite.engine.build import build
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
@@ -62,7 +62,7 @@ def package(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layout")
     transforms = select()
     built = build(resolve("llama"), transforms)
-    for path, content in assemble(built, transforms, Options(target="rocm"), Path("laid_out")).files.items():
+    for path, content in assemble(built, transforms, Options(), Path("laid_out")).files.items():
         (folder / "laid_out" / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / "laid_out" / path).write_bytes(content)
     sys.path.insert(0, str(folder))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Collection
 from pathlib import Path
 
 from rewrite.errors import OutsideTransformNotLoadable, UnknownTransform

@@ -8,7 +8,15 @@ from typing import ClassVar
 import libcst as cst
 
 from rewrite.analysis.effects import HEAP, effects_of
-from rewrite.analysis.loops.host_constants import constants, is_number, is_tensor, listed, may_overflow
+from rewrite.analysis.loops.host_constants import (
+    constants,
+    dtype_of,
+    is_held,
+    is_number,
+    is_rounded,
+    is_tensor,
+    listed,
+)
 from rewrite.analysis.loops.positions import reckoned_positions
 from rewrite.analysis.step.terms import passed_cache
 from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind, self_attribute, walk
@@ -30,8 +38,8 @@ class PreallocateBuffers(Transform):
         `self.rotary_emb(hidden_states, position_ids)` becomes
         `rotary_rows(self.rotary_emb, hidden_states, position_ids, past_key_values)`. In a decode step it reads the
         rows of tables that hold every position; everywhere else it calls the module.
-        `torch.tensor(number, device=…)` becomes `torch.full((), number, device=…)`, and `x[..., [-2], :]` becomes
-        `x[..., -2, None, :].clone()`.
+        `torch.tensor(number, device=…)` becomes `torch.full((), number, device=…)`, in fp64 and rounded from there
+        where the number may be beyond the dtype, and `x[..., [-2], :]` becomes `x[..., -2, None, :].clone()`.
 
     Why:
         A rotary module runs eight kernels to make one row of cosines and sines; reading them is one. A number or a
@@ -112,13 +120,19 @@ class PreallocateBuffers(Transform):
 
 
 def _filled(call: cst.Call, owner: ClassInfo, module: Module) -> Found | Skip:
-    """Turn `torch.tensor(number, …)` into `torch.full((), number, …)`, which refuses what the dtype cannot hold."""
+    """Turn `torch.tensor(number, …)` into `torch.full((), number, …)`, which refuses what the dtype cannot hold.
+
+    A number that the text does not tell is filled in where every one has its place, and rounded from there.
+    """
     if not is_number(call, owner, module):
         return Skip("not_a_number", module.code(call.args[0].value))
-    if may_overflow(call, module):
-        return Skip("may_overflow", module.code(call.args[0].value))
-    arguments = ["()", *(module.code(argument).rstrip(", ") for argument in call.args)]
-    old, new = with_call(call, "torch.full", arguments, module)
+    given = {a.keyword.value if a.keyword is not None else "": module.code(a).rstrip(", ") for a in call.args}
+    dtype, suffix = dtype_of(call), ""
+    if not is_held(call, owner, module):
+        if dtype is None or not is_rounded(call, owner, module):
+            return Skip("may_overflow", module.code(call.args[0].value))
+        given["dtype"], suffix = "dtype=torch.float64", f".to({module.code(dtype)})"
+    old, new = with_call(call, "torch.full", ["()", *given.values()], module, suffix)
     return Found((Edit(old, (new,)),))
 
 

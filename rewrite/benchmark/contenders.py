@@ -54,8 +54,9 @@ class CompiledStep:
     """
 
     def __init__(self, model: Any, batch: int, capacity: int, steps: int):
-        from hf_rewrite_runtime.cache.names import argument_of
         from transformers import StaticCache
+
+        from hf_rewrite_runtime.cache.names import argument_of
 
         self.name, self.short, self.steps = STEP, 16, steps
         self.model, self.keep = model, keeping(model, 1)

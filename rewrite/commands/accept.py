@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rewrite.commands.options import FOLDER, Command, reporting_options, verification_options
+from rewrite.commands.options import FOLDER, Command, class_option, reporting_options, verification_options
 
 if TYPE_CHECKING:
     from rewrite.deliver.acceptance import Acceptance
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option("--reason", required=True, metavar="TEXT", help="Why; it is shown in the pull request.")
 @verification_options
+@class_option
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
 @reporting_options
 def accept(
@@ -42,7 +43,9 @@ def accept(
 
     The package is compared with its original and with its text as it was generated; the figures of both, and the
     reason, go to accepted.json. `rewrite check` is green again for these files, the pull request's comment shows it,
-    and a later sync or verification fails if anything else differs, or an error more than doubles.
+    and a later sync or verification fails if anything else differs, an error more than doubles, or a check no longer
+    runs. What could not run is never accepted, nor a package whose decode loop computes something else than its
+    forward; parameters that the original does not have are zeros, or what the class begins with, beside it.
     """
     from rewrite.deliver import report, verification
     from rewrite.package import original
@@ -55,7 +58,7 @@ def accept(
     lock = read_lock(folder)
     source = original.find(folder, lock, given)
     verification.require_trust(source, trust_remote_code)
-    request = replace(verification.Request(weights=weights, **options), keep_going=True)
+    request = replace(verification.Request(weights=weights, **options), keep_going=True, itself=True)
     screen = Screen(json=json_path, quiet=quiet)
     accepted = _accept(screen, folder, lock, source, reason.strip(), request)
     failed = {"original": accepted.against_original, "generated": accepted.against_generated} if accepted else {}
@@ -67,8 +70,13 @@ def accept(
 def _accept(
     screen: Screen, folder: Path, lock: Lock, source: Source, reason: str, request: Request
 ) -> Acceptance | None:
-    """Record what fails and return it; None where nothing does."""
-    from rewrite.deliver import acceptance, verification
+    """Record what fails and return it; None where nothing does.
+
+    Raises:
+        NotAcceptable: if a check could not run, nothing was compared, or the package does not agree with itself.
+    """
+    from rewrite.deliver import acceptable, acceptance, verification
+    from rewrite.errors import NotAcceptable
     from rewrite.package import output
     from rewrite.package.assemble import VERDICT_NAME
 
@@ -79,15 +87,20 @@ def _accept(
         output.write_beside(folder / VERDICT_NAME, record.text.encode("utf-8"))
         screen.line("accepted", "nothing: the package passed its verification, so there is nothing to accept")
         return None
+    if why := acceptable.unacceptable(verdict):
+        output.write_beside(folder / VERDICT_NAME, record.text.encode("utf-8"))
+        raise NotAcceptable(folder, why)
     with (
         acceptance.generated(folder, lock) as copy,
         screen.working("verifying against the generated text") as progress,
     ):
-        second = verification.judge(copy, folder, request, progress)
+        second = verification.judge(copy, folder, replace(request, itself=False), progress)
     accepted = acceptance.of(reason, folder, lock, verdict, second)
     output.write_beside(folder / VERDICT_NAME, record.text.encode("utf-8"))
     output.write_beside(folder / acceptance.NAME, accepted.to_json().encode("utf-8"))
     screen.line("original", acceptance.worst(accepted.against_original))
     screen.line("generated", acceptance.worst(accepted.against_generated))
+    if slower := acceptable.stepped_aside(verdict):
+        screen.line("slower", slower)
     screen.line("accepted", f"{folder / acceptance.NAME}: commit it with the edit")
     return accepted

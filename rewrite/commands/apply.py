@@ -60,6 +60,8 @@ class Job:
     bisect: bool = True
     judge: Judge | None = None
     """What verifies, if not this process."""
+    commits: bool = False
+    """Commit the original and then the package."""
 
 
 @click.command(
@@ -96,6 +98,9 @@ class Job:
 @verification_options
 @bisect_option
 @reporting_options
+@click.option(
+    "--commit", "commits", is_flag=True, help="Commit the original, then the package: a review sees what changed."
+)
 @click.option("--force", is_flag=True, help="Replace an edited package or another model's; kept as a backup.")
 def apply(**given: Any) -> int:
     """Rewrite the modeling file of MODEL and write the result, verified, to a folder.
@@ -130,6 +135,8 @@ def _job(
 
     if not model.strip():
         raise click.UsageError("MODEL is empty: name a model (`rewrite models` lists the types)")
+    if rest["commits"] and dry_run:
+        raise click.UsageError("--commit and --dry-run: which of them?")
     if out is None and not dry_run:
         raise click.UsageError("--out DIR is missing: where should the package go? (or --dry-run to see the diff)")
     if not verify and any(map(is_typed, ("device", "dtype", "weights", "seed", "quick"))):
@@ -175,8 +182,9 @@ def _all(job: Job, screen: Screen) -> int:
 
 def _with(library: Installed | None, job: Job, screen: Screen) -> int:
     """Run the job on the model that a transformers has."""
-    from rewrite.deliver import verification
+    from rewrite.deliver import commits, verification
     from rewrite.package import output, swap
+    from rewrite.package.assemble import modeling_name
     from rewrite.transforms import select
     from rewrite.upstream import verifiable
     from rewrite.upstream.source import resolve, weights_fit
@@ -191,22 +199,34 @@ def _with(library: Installed | None, job: Job, screen: Screen) -> int:
         weights_fit(source, job.request.weights)
     if job.dry_run or job.out is None:
         return _rewrite(job, screen, source, transforms, None)
+    repository = commits.repository_of(job.out) if job.commits else None
     with swap.alone(job.out):
         place = output.for_model(output.prepare(job.out, source.path, job.force), source, job.force)
-        return _rewrite(job, screen, source, transforms, place)
+        code = _rewrite(job, screen, source, transforms, place)
+    if repository is not None and code == 0:
+        name = modeling_name(source)
+        said = f"transformers {source.transformers_version}" if source.module else source.path.name
+        made = commits.commit(
+            repository, f"{name}.py", source.text, (f"Copy {name} of {said}", f"Rewrite {name} by hf-rewrite")
+        )
+        screen.line("committed", f"{made[0][:9]} the original, {made[1][:9]} the package")
+    return code
 
 
 def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Transform], place: Output | None) -> int:
     from rewrite.deliver import report, summary
     from rewrite.deliver.delivery import Delivery, deliver
-    from rewrite.engine.build import build
+    from rewrite.engine.build import require_sites, tried
     from rewrite.package import original
     from rewrite.package.assemble import assemble
     from rewrite.package.lock import Options
 
     summary.show_source(screen, source)
     with screen.working(f"rewriting {source.path.name}"):
-        built = build(source, transforms)
+        built = tried(source, transforms)
+    if not built.rewritten.sites:
+        report.write(job.json_path, "apply", {**report.of_build(built), "written": False})
+    require_sites(built)
     before, name = original.text_of(source.path), original.patch_path(source)
     screen.show_diff(before, built.rewritten.text, name, job.diff_style)
     if place is None:

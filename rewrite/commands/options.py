@@ -108,6 +108,12 @@ def transformers_option(help_text: str) -> Callable[[Function], Function]:
     return click.option("--transformers", "asked", metavar="VERSION|PATH", help=text)
 
 
+def class_option(function: Function) -> Function:
+    """Add the option `--class`."""
+    help_text = "The class of the package that stands for the original's main class, where it was renamed."
+    return click.option("--class", "main_class", metavar="NAME", help=help_text)(function)
+
+
 def bisect_option(function: Function) -> Function:
     """Add the option `--bisect`."""
     help_text = "Where the verification fails, look for the transform at fault."

@@ -42,6 +42,7 @@ VIEWS = click.Choice(["upstream", "rewritten", "edits"])
 @click.option("--verify/--no-verify", default=False, help="Run parity too before the package is put in place.")
 @diff_option("stat", "How to show what changes in your modeling file.")
 @verification_options
+@click.option("--commit", "commits", is_flag=True, help="Commit upstream's change, then what a sync makes of it.")
 @click.option("--original", "given", type=FILE, metavar="FILE", help="Where the original is.")
 @click.option("--exit-non-zero-on-change", is_flag=True, help="Exit with 1 where something was written; for hooks.")
 @bisect_option

@@ -70,7 +70,6 @@ def tune(
     AOTriton and CK), and attention.json.
     """
     from hf_rewrite_runtime.core import tables
-
     from rewrite.show.console import Screen
 
     screen = Screen(json=json_path, quiet=quiet)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rewrite.commands.options import Command, bisect_option, reporting_options, verification_options
+from rewrite.commands.options import Command, bisect_option, class_option, reporting_options, verification_options
 
 if TYPE_CHECKING:
     from rewrite.deliver.verification import Request
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 )
 @click.argument("sides", nargs=-1, required=True, metavar="DIR | ORIGINAL REWRITTEN")
 @verification_options
+@class_option
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
 @click.option("--tp", type=click.IntRange(2), metavar="N", help="Verify the package in N processes: tensor parallel.")
 @bisect_option
@@ -34,6 +35,7 @@ def verify(
     weights: Path | None,
     seed: int | None,
     quick: bool,
+    main_class: str | None,
     trust_remote_code: bool,
     given: Path | None,
     bisect: bool,
@@ -48,7 +50,7 @@ def verify(
     from rewrite.show.console import Screen
 
     verification.require_libraries("verification")
-    request = verification.Request(device, dtype, weights, seed=seed, quick=quick)
+    request = verification.Request(device, dtype, weights, seed=seed, quick=quick, main_class=main_class)
     screen = Screen(json=json_path, quiet=quiet)
     if tp is not None:
         if len(sides) != 1:
@@ -90,11 +92,14 @@ def _package(
     if request.weights is not None:
         weights_fit(source, request.weights)
     accepted = acceptance.read(folder)
-    request = replace(request, keep_going=accepted is not None)
+    if accepted is not None:
+        named = request.main_class or accepted.main_class
+        request = replace(request, keep_going=True, itself=True, main_class=named)
     with screen.working("verifying") as progress:
         verdict = verification.judge(source.path, folder, request, progress)
-    screen.text(verification.rendered(verdict))
-    record = verification.record(verdict, lock, folder, folder / VERDICT_NAME)
+    refused = accepted.refused(verdict) if accepted is not None else []
+    screen.text(verification.rendered(verdict, accepted is not None and not refused))
+    record = verification.record(verdict, lock, folder, folder / VERDICT_NAME, refused)
     output.write_beside(folder / VERDICT_NAME, record.text.encode("utf-8"))
     if record.note:
         screen.line("kept", record.note)
@@ -108,10 +113,10 @@ def _package(
             found = bisection.bisect(source, transforms, verdict, request, verification.judge, progress)
         summary.show_bisection(screen, found)
     report.write(json_path, "verify", {**verdict.to_json(), "bisection": found.to_json() if found else None})
+    if refused:
+        screen.problem("refused", f"{refused[0]}{f', and {len(refused) - 1} more' if len(refused) > 1 else ''}")
+        return 1
     if accepted is None or verdict.passed:
-        return verdict.exit_code
-    if worse := accepted.refused(verdict):
-        screen.problem("refused", f"{worse[0]}{f', and {len(worse) - 1} more' if len(worse) > 1 else ''}")
         return verdict.exit_code
     again = acceptance.renewed(accepted, folder, lock, verdict)
     output.write_beside(folder / acceptance.NAME, again.to_json().encode("utf-8"))

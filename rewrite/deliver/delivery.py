@@ -51,14 +51,14 @@ def deliver(delivery: Delivery, screen: Screen, built: Build, package: Package, 
         precheck.check_text(staged.folder, package.lock.files)
         verdict, note = _verified(delivery, screen, built, staged)
         data = {**report.of_build(built), "verify": verdict.to_json() if verdict else None}
-        if verdict is not None and not verdict.passed and not _accepted(delivery, screen, built, staged, verdict):
+        if verdict is not None and not _passes(delivery, screen, built, staged, verdict):
             summary.show_failures(screen, verdict)
             found = _at_fault(delivery, screen, built, package, place, verdict) if delivery.bisect else None
             summary.show_build(screen, built, _transforms(package, place))
             summary.show_rejected(screen, verdict, str(staged.reject()), place, found)
             bisection = found.to_json() if found is not None else None
             report.write(delivery.json_path, "apply", {**data, "written": False, "bisection": bisection})
-            return verdict.exit_code
+            return 1
         staged.commit()
     summary.show_build(screen, built, _transforms(package, place))
     summary.show_written(screen, built, place, package, verdict, note)
@@ -89,7 +89,9 @@ def _verified(delivery: Delivery, screen: Screen, built: Build, staged: Staged) 
         return None, delivery.unverified
     if built.source.remote_code and not delivery.trust_remote_code:
         return None, "not run: the file came with the checkpoint; --trust-remote-code allows it to run"
-    request = replace(delivery.request, keep_going=(staged.folder / acceptance.NAME).is_file())
+    accepted, request = acceptance.read(staged.folder), delivery.request
+    if accepted is not None:
+        request = replace(request, keep_going=True, itself=True, main_class=accepted.main_class)
     importing = precheck.importing(staged.folder, built.source.path) if request.quick else contextlib.nullcontext()
     with importing, screen.working("verifying") as progress:
         judge = delivery.judge or verification.judge
@@ -102,17 +104,19 @@ def _verified(delivery: Delivery, screen: Screen, built: Build, staged: Staged) 
     return verdict, ""
 
 
-def _accepted(delivery: Delivery, screen: Screen, built: Build, staged: Staged, verdict: Verdict) -> bool:
+def _passes(delivery: Delivery, screen: Screen, built: Build, staged: Staged, verdict: Verdict) -> bool:
     """Return whether all that fails was accepted, and renew what was accepted for the files that are staged.
 
     The generated text has to pass without the edits: what was accepted hides no fault of ours.
     """
     accepted = acceptance.read(staged.folder)
     if accepted is None:
-        return False
+        return verdict.passed
     if worse := accepted.refused(verdict):
         screen.problem("refused", f"{worse[0]}{f', and {len(worse) - 1} more' if len(worse) > 1 else ''}")
         return False
+    if verdict.passed:
+        return True
     with acceptance.generated(staged.folder, staged.package.lock) as copy, screen.working("verifying") as progress:
         plain = (delivery.judge or verification.judge)(built.source.path, copy, delivery.request, progress)
     if not plain.passed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,10 @@ class Request:
     """Run the later gates after a failure too: what was accepted is compared with all of it."""
     checks: tuple[str, ...] = ()
     """Run these checks alone: what failed, once more."""
+    itself: bool = False
+    """Compare the package's own ways of running with each other too."""
+    main_class: str | None = None
+    """What the main class is called in the package, where nothing shows it."""
 
 
 def require_libraries(needed_for: str) -> None:
@@ -81,6 +85,8 @@ def judge(original: str | Path, rewritten: str | Path, request: Request, progres
         "seed": request.seed,
         "quick": request.quick,
         "keep_going": request.keep_going,
+        "itself": request.itself,
+        "main_class": request.main_class,
         "workers": usable_workers(),
     }
     options = Options(**{name: value for name, value in chosen.items() if value})
@@ -89,11 +95,11 @@ def judge(original: str | Path, rewritten: str | Path, request: Request, progres
     return verify(original, rewritten, options, progress)
 
 
-def rendered(verdict: Verdict) -> str:
-    """Return the verifier's own report of a verdict."""
+def rendered(verdict: Verdict, accepted: bool = False) -> str:
+    """Return the verifier's own report of a verdict; `accepted`: what fails in it was."""
     from rewrite.verify import render
 
-    return render(verdict)
+    return render(verdict, accepted=accepted)
 
 
 def summary(verdict: Verdict) -> str:
@@ -111,9 +117,10 @@ class Record:
     note: str = ""
 
 
-def record(verdict: Verdict, lock: Lock, folder: Path, before: Path) -> Record:
+def record(verdict: Verdict, lock: Lock, folder: Path, before: Path, refused: Sequence[str] = ()) -> Record:
     """Return what is to be kept of the verdict on the files in `folder` as they are, without machine paths.
 
+    What is `refused` of it, since it is not what was accepted of the package, is kept with it.
     A quick verdict never takes the place of a full one on the same files, which is in `before` if anywhere: the full
     one stays, with the quick one beside it.
     """
@@ -131,6 +138,8 @@ def record(verdict: Verdict, lock: Lock, folder: Path, before: Path) -> Record:
     version, digest = vendor.runtime()
     data["rewritten"]["runtime"] = {"version": version, "sha256": digest}
     data["options"].pop("weights", None)
+    if refused:
+        data["refused"] = list(refused)
     full = _kept(before) if verdict.options.quick else None
     if full is None or full.get("original") != data["original"] or not _same_files(full, data):
         return Record(_text(data))

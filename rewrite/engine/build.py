@@ -38,15 +38,36 @@ class Build:
     """The files beside it that it imports, as they are."""
 
 
-@collector.paused()
 def build(source: Source, transforms: Sequence[Transform]) -> Build:
     """Rewrite `source` with `transforms`.
+
+    Raises:
+        NothingToRewrite: if no transform matched.
+        RewriteError: what `tried` raises.
+    """
+    built = tried(source, transforms)
+    require_sites(built)
+    return built
+
+
+def require_sites(built: Build) -> None:
+    """Check that something was rewritten.
+
+    Raises:
+        NothingToRewrite: if no transform matched.
+    """
+    if not built.rewritten.sites:
+        raise NothingToRewrite(built.source.path, _reasons(built.rewritten))
+
+
+@collector.paused()
+def tried(source: Source, transforms: Sequence[Transform]) -> Build:
+    """Rewrite `source` with `transforms`, whether or not one of them matches.
 
     Raises:
         SourceDoesNotParse: if the source is not valid Python.
         SourceTooLarge, SourceTooDeep: if it is larger, or nested deeper, than what can be rewritten.
         AlreadyRewritten: if the source is an output of this tool.
-        NothingToRewrite: if no transform matched.
         NeighbourMissing, RelativeImport: if it imports what does not lie beside it.
     """
     if is_rewritten(source.text):
@@ -64,8 +85,6 @@ def build(source: Source, transforms: Sequence[Transform]) -> Build:
         rewritten = rewrite_text(relocated.text, transforms, relocated.uses)
     except RecursionError as error:
         raise _too_deep(source, error) from error
-    if not rewritten.sites:
-        raise NothingToRewrite(source.path, _reasons(rewritten))
     return Build(source, replace(rewritten, text=laid_out(rewritten.text, source.text)), neighbours)
 
 

@@ -22,7 +22,6 @@ from typing import Any
 
 from hf_rewrite_runtime.core import tables
 from hf_rewrite_runtime.core.shipped import GROUP, copy, name_for
-
 from rewrite.errors import KernelsNotCompiled
 from rewrite.show.step import Step
 

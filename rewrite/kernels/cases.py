@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from hf_rewrite_runtime.core import launch
 from torch import Tensor
+
+from hf_rewrite_runtime.core import launch
 
 LONGEST = 24
 """Characters of a name: the figures beside it need the rest of a line."""

@@ -6,12 +6,13 @@ Import this after `launch.pretend`.
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.cache.fp8_layer import Fp8Slots
 from hf_rewrite_runtime.core.e4m3 import Quantized, as_read, dtype_for
 from hf_rewrite_runtime.moe.form import ExpertsForm
 from hf_rewrite_runtime.moe.selection import RoutingRule
 from hf_rewrite_runtime.products.prologue import LayerNormPrologue, Prologue
-from torch import Tensor, nn
 
 from .cases import tensor
 from .models import Mixture, Model

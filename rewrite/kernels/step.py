@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from hf_rewrite_runtime.attention import decode_attention, qkv_rows, qkv_step, rope_cache
 from hf_rewrite_runtime.moe import experts, joined_experts, router
 from hf_rewrite_runtime.products import linear

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from rewrite.engine.relocate import is_rewritten
 from rewrite.errors import OutputNotOurs
+from rewrite.offers import VENDORED
 from rewrite.package.assemble import ATTRIBUTES, INIT, KEPT, VERDICT_NAME
 from rewrite.upstream.source import LOCK_NAME
 
 _OF_A_PACKAGE = (
-    "modeling_", INIT, "runtime", LOCK_NAME, VERDICT_NAME, KEPT, ATTRIBUTES, "__pycache__", "tuned.json",
+    "modeling_", INIT, VENDORED, LOCK_NAME, VERDICT_NAME, KEPT, ATTRIBUTES, "__pycache__", "tuned.json",
     "gemm.json", "attention.json", "tunableop", "kernels",
 )  # fmt: skip
 """How the names begin that a package, with what was measured and merged in it, has at its top."""

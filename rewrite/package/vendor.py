@@ -10,6 +10,7 @@ from functools import cache
 
 from rewrite import operators
 from rewrite.offers import DISTRIBUTION, VENDORED
+from rewrite.upstream.neighbours import is_for_types
 
 _IMPORT = re.compile(rf"^(\s*)from {DISTRIBUTION}(?=\.| )", re.MULTILINE)
 _VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
@@ -58,9 +59,7 @@ def files(texts: Collection[str]) -> dict[str, bytes]:
 def _modules(tree: ast.Module, file: str, known: Collection[str]) -> Iterator[str]:
     """Yield the files of the runtime that a file imports: one of it, or for an empty name one of a package."""
     room = file.split("/")[:-1]
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom):
-            continue
+    for node in _running(tree):
         path = (node.module or "").split(".") if node.module else []
         if file and node.level:
             path = [*room[: len(room) - node.level + 1], *path]
@@ -70,3 +69,14 @@ def _modules(tree: ast.Module, file: str, known: Collection[str]) -> Iterator[st
             path = path[1:]
         places = ["/".join([*path, alias.name]) for alias in node.names]
         yield from (name for name in ("/".join(path), *places) if name in known)
+
+
+def _running(tree: ast.Module) -> Iterator[ast.ImportFrom]:
+    """Yield every import of a file that runs at some time: those for types alone do not."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.ImportFrom):
+            yield node
+        if not is_for_types(node):
+            waiting += ast.iter_child_nodes(node)

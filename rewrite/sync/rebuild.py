@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rewrite import operators
 from rewrite.deliver import acceptance
 from rewrite.engine.build import Build, build
 from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownTransform
+from rewrite.offers import VENDORED
 from rewrite.package import kept, original, vendor
 from rewrite.package.assemble import VERDICT_NAME, Package, assemble
 from rewrite.package.lock import Lock, engine_digest, rule_hashes, sha256
@@ -116,7 +118,7 @@ def moved(lock: Lock, source: Source) -> list[str]:
 
 def own_runtime(lock: Lock) -> dict[str, bytes]:
     """Return this version's own text of each file of a vendored runtime that a package has and this version too."""
-    own = {f"{vendor.VENDORED}/{name}.py": name for name in vendor.names()}
+    own = {f"{VENDORED}/{name}.py": name for name in vendor.names()}
     return {path: operators.own_text(name).encode("utf-8") for path, name in own.items() if path in lock.files}
 
 
@@ -144,7 +146,8 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
         accepted = acceptance.read(folder)
     except AcceptanceNotReadable as error:
         return str(error)
-    if not path.is_file() or (accepted is not None and accepted.covers(folder, lock)):
+    covered = accepted is not None and accepted.covers(folder, lock)
+    if not path.is_file():
         return None
     try:
         verdict = json.loads(path.read_text(encoding="utf-8"))
@@ -152,9 +155,18 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
         said = dict(verdict["rewritten"].get("syntax", {}))
         made_with = dict(verdict["rewritten"].get("runtime", {}))
         quick_passed = verdict.get("quick", {}).get("passed", True)
+        refused = [str(one) for one in verdict.get("refused", ())]
+        raised = _raised(verdict)
         made_from = verdict.get("original", {}).get("sha256", lock.source.sha256)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{VERDICT_NAME} cannot be read: rewrite verify {folder}"
+    if refused and _is_of(folder, files, said):
+        return f"{VERDICT_NAME} says that what fails was not accepted: {refused[0]}"
+    if covered:
+        return None
+    if not passed and raised:
+        many = f"{len(raised)} checks" if len(raised) > 1 else "a check"
+        return f"{VERDICT_NAME} says that {many} could not run, which cannot be accepted: {raised[0]}"
     if not passed and accepted is not None:
         return f"the package is not as it was when `{accepted.reason}` was accepted: rewrite verify {folder}"
     if not passed:
@@ -173,6 +185,18 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
         if not unchanged(folder / name, files[name], said.get(name)):
             return f"{name} has changed since it was verified: rewrite verify {folder}"
     return None
+
+
+def _is_of(folder: Path, files: Mapping[str, str], said: Mapping[str, str]) -> bool:
+    """Return whether a verdict is on the files of a package as they are."""
+    there = all((folder / name).is_file() for name in files)
+    return there and all(unchanged(folder / name, digest, said.get(name)) for name, digest in files.items())
+
+
+def _raised(verdict: Mapping[str, Any]) -> list[str]:
+    """Return the checks of a verdict that could not run to their end, and why."""
+    checks = [(gate["name"], check) for gate in verdict.get("gates", ()) for check in gate.get("checks", ())]
+    return [f"{gate}: {one['name']}: {one['detail']}" for gate, one in checks if one.get("failure") == "raised"]
 
 
 def is_verified(folder: Path) -> bool:

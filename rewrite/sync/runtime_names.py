@@ -43,11 +43,11 @@ def _lacking(tree: ast.Module) -> Iterator[Lacking]:
             yield Lacking(node.lineno, f"imports .{node.module}, which is gone: {_instead(node)}")
         if first != (VENDORED if node.level else DISTRIBUTION):
             continue
-        name = "/".join(path)
-        if name not in files and f"{name}/__init__" not in files and path:
+        name = "/".join(path) or "__init__"
+        if name not in files and f"{name}/__init__" not in files:
             yield Lacking(node.lineno, f"imports {node.module}, which the runtime does not have")
             continue
-        own = bound(ast.parse(operators.own_text(name))) if name in files else set()
+        own = bound(ast.parse(operators.own_text(name))) if name in files else set[str]()
         for alias in node.names:
             inner = "/".join([*path, alias.name])
             if alias.name not in own and alias.name != "*" and inner not in files and f"{inner}/__init__" not in files:

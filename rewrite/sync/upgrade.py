@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rewrite.deliver import delivery, verification
+from rewrite.deliver import commits, delivery, verification
 from rewrite.deliver.summary import describe
 from rewrite.errors import ChangedMeanwhile, EditsBroken, EditsNotMerged, OtherTransformers, SitesNotAccepted
 from rewrite.package import original, output, swap
 from rewrite.package.assemble import KEPT, VERDICT_NAME, Package
 from rewrite.package.lock import Lock, read_lock
 from rewrite.show.console import Screen
-from rewrite.sync import edits, rebuild
+from rewrite.sync import edits, merge, rebuild
 from rewrite.sync.changes import RuleChange
 from rewrite.sync.rebuild import Renewal
 from rewrite.upstream.installed import Installed, find_transformers
@@ -43,6 +43,8 @@ class Wish:
     bisect: bool = True
     """Look for the transform at fault where the verification fails."""
     dry_run: bool = False
+    commits: bool = False
+    """Commit upstream's change to the user's file, then the package."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
     output.clean(folder)
     lock = read_lock(folder)
     output.check_links(folder, lock)
+    repository = commits.repository_of(folder) if wish.commits and not wish.dry_run else None
     seen = output.snapshot(folder, lock)
     if wish.verify:
         _require_installed(folder, wish.library)
@@ -93,7 +96,25 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
             _show_diff(screen, folder, lock, merged.package, wish)
         screen.line("written", "nothing (--dry-run)")
         return Result(0, rules=renewed.rules)
-    return _deliver(screen, folder, lock, replace(renewed, package=merged.package), seen, wish)
+    upstream = _upstream(folder, lock, renewed)
+    result = _deliver(screen, folder, lock, replace(renewed, package=merged.package), seen, wish)
+    if repository is not None and result.changed:
+        version = source.transformers_version if source.module else source.path.name
+        said = (
+            f"{lock.modeling}: what changed in {source.path.name} ({version})",
+            f"Sync {folder.name} by hf-rewrite",
+        )
+        made = commits.commit(repository, lock.modeling, upstream, said)
+        screen.line("committed", ", ".join(one[:9] for one in made))
+    return result
+
+
+def _upstream(folder: Path, lock: Lock, renewed: Renewal) -> str | None:
+    """Return the user's file with what changed in its original alone; None where that is nothing, or conflicts."""
+    if renewed.before is None or renewed.before == renewed.source.text:
+        return None
+    merged = merge.three_way(renewed.before, original.text_of(folder / lock.modeling), renewed.source.text)
+    return None if merged.conflicts else merged.text
 
 
 def _deliver(

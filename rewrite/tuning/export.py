@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_rewrite_runtime.core.tables import GEMM
-
 from rewrite.errors import NothingMeasured, NothingToExport
 
 from .products import VENDOR

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_rewrite_runtime.core.tables import GEMM
-
 from rewrite.benchmark.models import lock_of
 from rewrite.errors import NothingToTune
 from rewrite.measure.runtime_part import runtime_part

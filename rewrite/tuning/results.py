@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hf_rewrite_runtime.core.tables import TUNED
-
 from rewrite.benchmark.tables import plain_rows
 
 from .candidates import Entry

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_rewrite_runtime.core import tables
-
 from rewrite.benchmark.models import build, lock_of
 from rewrite.errors import NeedsGpu, NothingToTune
 from rewrite.measure.presets import config_for

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from rewrite.errors import NeighbourMissing, RelativeImport, SourceDoesNotParse, SourceNotReadable
+from rewrite.offers import VENDORED
 from rewrite.upstream.statements import blocks
 
-_TAKEN = ("__init__", "runtime")
+_TAKEN = ("__init__", VENDORED)
 """What a package has at its top: no neighbour may bear these names."""
 
 
@@ -100,14 +101,23 @@ def imports(path: Path, name: str, text: str) -> Iterator[Wanted]:
 
 
 def relative(tree: ast.AST) -> Iterator[tuple[ast.ImportFrom, bool]]:
-    """Yield every relative import in a tree of any depth, and whether a `try` around it catches its failure."""
+    """Yield every relative import in a tree of any depth, and whether it may fail.
+
+    It may where a `try` catches that, and under `if TYPE_CHECKING`, which never runs.
+    """
     waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
     while waiting:
         node, optional = waiting.pop()
         if isinstance(node, ast.ImportFrom) and node.level:
             yield node, optional
+        optional = optional or is_for_types(node)
         optional = optional or (isinstance(node, ast.Try) and any(map(_catches_missing, node.handlers)))
         waiting += [(inner, optional) for inner in reversed(blocks(node))]
+
+
+def is_for_types(node: ast.AST) -> bool:
+    """Return whether a statement is an `if TYPE_CHECKING`."""
+    return isinstance(node, ast.If) and ast.unparse(node.test).rpartition(".")[2] == "TYPE_CHECKING"
 
 
 def _catches_missing(handler: ast.ExceptHandler) -> bool:

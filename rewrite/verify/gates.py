@@ -18,6 +18,7 @@ from .calls.precision import precision_checks, rounding_checks
 from .calls.registered import registered_checks
 from .configuration.variations import configuration_checks
 from .generation.cache_name import lost_cache
+from .generation.itself import itself_checks
 from .generation.loop import SWITCH, loop_checks
 from .generation.steps import step_checks
 from .generation.talk import talk_checks
@@ -48,7 +49,7 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
 
         return [Part(partial(teacher_checks, bench))]
     if name == "generation":
-        if bench.subject.writes and bench.base.inputs == TEXT and hasattr(bench.subject.original, "generate"):
+        if bench.goes_on and hasattr(bench.subject.original, "generate"):
             if lost := lost_cache(bench):
                 return [Part(partial(_without_cache, lost))]
             quick = bench.options.quick
@@ -61,6 +62,8 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
         else:
             parts = []
         parts.append(Part(partial(talk_checks, bench)))
+        if bench.options.itself:
+            parts.append(Part(partial(itself_checks, bench)))
         if not bench.options.quick:
             # here, where fields of the configuration were varied
             parts.append(Part(partial(operator_checks, bench)))

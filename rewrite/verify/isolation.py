@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import clean_import
 from .judging.checks import CheckRun
-from .judging.compare import Mismatch
+from .judging.compare import DoesNotRun, Mismatch
 from .judging.verdict import Figure
 from .models.sides import Source
 
@@ -50,10 +50,10 @@ class CleanImport:
             output, errors = self.process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired as error:
             self.process.kill()
-            raise Mismatch(f"importing it took more than {LIMIT_S} s") from error
+            raise DoesNotRun(f"importing it took more than {LIMIT_S} s") from error
         if self.process.returncode != 0:
             last = (errors.strip().splitlines() or ["no message"])[-1]
-            raise Mismatch(f"importing it fails in a clean process: {last}")
+            raise DoesNotRun(f"importing it fails in a clean process: {last}")
         report = json.loads(output.strip().splitlines()[-1])
         for verb in ("changed", "lost"):
             if report[verb]:

@@ -205,5 +205,6 @@ def _lost(share: _Share) -> Done:
     """The check that a process was running when it ended without a word: the code under test brought it down."""
     if share.silent > SILENT_S:
         why = f"it does not end: its process said nothing for {SILENT_S} s, and could not be asked where it is"
-        return Done(Check(share.running, "failed", why), ends=True, endless=True)
-    return Done(Check(share.running, "failed", f"its process ended with {share.process.exitcode}"))
+        return Done(Check(share.running, "failed", why, failure="raised"), ends=True, endless=True)
+    why = f"its process ended with {share.process.exitcode}"
+    return Done(Check(share.running, "failed", why, failure="raised"))

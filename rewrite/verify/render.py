@@ -84,8 +84,11 @@ def _short(text: str) -> str:
     return textwrap.shorten(text, 160, placeholder=" …")
 
 
-def render(verdict: Verdict, verbose: bool = False) -> str:
-    """The verdict as text: a line per gate, failures by kind, every check that was not run; all checks if verbose."""
+def render(verdict: Verdict, verbose: bool = False, accepted: bool = False) -> str:
+    """The verdict as text: a line per gate, failures by kind, every check that was not run; all checks if verbose.
+
+    `accepted`: what fails is a change that was accepted.
+    """
     lines = [*_head(verdict)]
     for gate in verdict.gates:
         lines += _gate(gate, verbose)
@@ -100,9 +103,10 @@ def render(verdict: Verdict, verbose: bool = False) -> str:
             for line in _wrap(f"{said} (verify.json, or --json, lists them)", "  ")
         ]
     if verdict.reason and not verdict.passed:
-        lines += _wrap(f"failed: {verdict.reason}", "")
+        lines += _wrap(f"{'differs' if accepted else 'failed'}: {verdict.reason}", "")
     approximate = ", approximate" if _approximate(verdict) else ""
-    lines.append(f"passed{approximate}" if verdict.passed else "NOT PASSED")
+    otherwise = "differs as accepted" if accepted else "NOT PASSED"
+    lines.append(f"passed{approximate}" if verdict.passed else otherwise)
     return "\n".join(lines)
 
 
@@ -166,7 +170,7 @@ def _left_out(gate: Gate) -> Iterator[str]:
 
 def _check(check: Check) -> Iterator[str]:
     figures = ", ".join(f"{name} {_figure(value)}" for name, value in check.figures.items())
-    text = f"{SIGNS[check.status]:<7} {check.name}"
+    text = f"{'RAISED' if check.failure == 'raised' else SIGNS[check.status]:<7} {check.name}"
     for part in (check.detail, figures):
         text += f": {part}" if part else ""
     yield from _wrap(f"  {text}", "          ")

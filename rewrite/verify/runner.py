@@ -17,7 +17,7 @@ from rewrite.show.step import Step
 
 from .isolation import CleanImport
 from .judging.checks import CheckRun, Done, Progress, describe, one_by_one, run_gate
-from .judging.compare import Mismatch
+from .judging.compare import DoesNotRun
 from .judging.patience import NeverEnds, of_original, watched
 from .judging.verdict import Divergence, Figure, Gate, Options, Verdict
 from .models import sides
@@ -204,12 +204,12 @@ class _Run:
             with collector.paused():
                 self.modules = upstream, sides.load(self.rewritten)
         except Exception as error:  # the file under test may raise anything while it is imported
-            raise Mismatch(f"the rewritten side does not import: {describe(error)}") from error
+            raise DoesNotRun(f"the rewritten side does not import: {describe(error)}") from error
         return {}
 
     def _pair(self) -> Mapping[str, Figure]:
         assert self.modules is not None
-        self.subjects = find_subjects(*self.modules)
+        self.subjects = find_subjects(*self.modules, self.options.main_class)
         return {"classes": 1 + len(self.subjects.others)}
 
     def _workbench(self, subjects: Subjects) -> Workbench:
@@ -228,14 +228,15 @@ class _Run:
         return [replace(part, checks=partial(self._wanted, part.checks)) for part in parts]
 
     def _divergence(self, gate: Gate) -> Divergence | None:
-        if self.bench is None or gate.name not in ("parity", "generation"):
+        differs = next((check for check in gate.failures if check.failure != "raised"), None)
+        if self.bench is None or differs is None or gate.name not in ("parity", "generation"):
             return None
         from .divergence import first_divergence
 
         self.progress("looking for the first module that differs")
         try:
             with watched():
-                return first_divergence(self.bench, gate.failures[0].name)
+                return first_divergence(self.bench, differs.name)
         except NeverEnds:  # with a hook on a module it may go another way than in the check
             return None
 

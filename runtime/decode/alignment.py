@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps
+from ..core.rounding_noise import distance
 from ..core.rows import KERNEL_DTYPES
 from .graph import DecodeGraph, Program
 from .lookup import look_up
-from .proof import distance
 from .sampling import NO_END, StepState
 
 CASES = """
@@ -38,8 +38,8 @@ case("8B, 8 rows", move, LLAMA_8B, 8)
 BLOCK = 8192
 """Numbers that a program holds at a time."""
 ALIKE = 0.1
-"""Largest relative distance of logits where rows lie in other slots. Another order of sums gives 0.02 in bf16, a model
-that takes the slot for the position 0.5 and more; where it is in doubt, rows keep pace."""
+"""Largest relative distance of logits where rows lie in other slots, however far rounding takes them
+(`DecodeGraph.rounding`). Another order of sums gives 0.02 in bf16; where it is in doubt, rows keep pace."""
 FARTHEST = 16
 """Slots by which rows are moved to try that."""
 
@@ -185,7 +185,7 @@ def aligns(graph: DecodeGraph, tokens: Tensor) -> bool:
                     logits.append(torch.cat([graph.forward()[:, None], *several], dim=1).float())
         state.restore(before)
         graph.hide_before(state.starts)
-        graph.aligns = distance(logits[1], logits[0]) < ALIKE
+        graph.aligns = distance(logits[1], logits[0]) <= min(graph.rounding, ALIKE)
     return graph.aligns
 
 

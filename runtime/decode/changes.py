@@ -114,17 +114,25 @@ class Kept:
         ]
         self._unread: set[tuple[int, str]] = set()
 
+    def watch(self, step: Callable[[], object]) -> None:
+        """Run a step and note which tensors it leaves unread: a prompt makes anew what it keeps of itself."""
+        held = [(module, values) for reference, values, _ in self._held if (module := reference()) is not None]
+        named = ((module, name, parts([value])) for module, values in held for name, value in values.items())
+        self._look(step, [(module, name) for module, name, inside in named if any(map(torch.is_tensor, inside))])
+
     def is_read(self, step: Callable[[], object]) -> bool:
         """Return whether a step reads, of what modules keep, anything that is another one now.
 
         The step is run once to see it, for each attribute that is met as another one.
         """
         others = [(module, name) for module, name in self._others() if (id(module), name) not in self._unread]
-        if not others:
-            return False
-        with _reading(others) as found:
+        return bool(others) and self._look(step, others)
+
+    def _look(self, step: Callable[[], object], places: list[tuple[nn.Module, str]]) -> bool:
+        """Run a step and return whether it reads one of the attributes; what it does not read is looked for once."""
+        with _reading(places) as found:
             step()
-        self._unread |= {(id(module), name) for module, name in others}
+        self._unread |= {(id(module), name) for module, name in places} - found
         return bool(found)
 
     def _others(self) -> Iterator[tuple[nn.Module, str]]:

@@ -33,6 +33,7 @@ from ..core.capture import CAPTURING, capture
 from ..core.compile_ahead import Compilation, CompilerLoading, Variants, compile_all, compiler_loading, variants
 from ..core.launch import rehearsing
 from ..core.local import is_split
+from ..core.rounding_noise import Trace, Verdict, Yardstick
 from ..core.target import CARRIED, CHANGES, CONSTANTS, FP8_CACHE, INPUTS, SPECULATION
 from .cache_format import get_cache_format
 from .carried import carried_by
@@ -41,10 +42,9 @@ from .constants import StepConstants
 from .fitness import unmasked_window
 from .fp8_cache import keep_in_8_bits
 from .greedy import choose
-from .nudge import Nudged
 from .policy import policy_of
 from .prompt_graph import PromptGraphs
-from .proof import StepChanges, StepDiffers, StepFails, StepReads, compared
+from .proof import LOGITS, StepChanges, StepDiffers, StepFails, StepReads, compared, trace
 from .sampling import Sampling, StepState
 from .step import Step
 
@@ -168,6 +168,8 @@ class DecodeGraph(Step):
         """What was on the model when a kind of step was proved."""
         self._proved: set[tuple[Hashable, int]] = set()
         """Kinds of steps, and how many tokens they read."""
+        self.rounding = 0.0
+        """Largest relative distance of a step's logits that rounding explains, of the steps that were proved."""
         self._hiding = set()
         self._watched: OrderedDict[Hashable, Any] = OrderedDict()
         self._constants = contextlib.nullcontext()
@@ -475,49 +477,56 @@ class DecodeGraph(Step):
         state.input_ids.copy_(tokens[:, :1])
         with self._as_for_decoding():
             with backend.plainly(), self._held():
-                ordinary = self._first_ordinary_step(length, several)
+                ordinary = self._trace(self._first_ordinary_step(length, several), length)
             self.cache.rewind(length)
+            yardstick = Yardstick(ordinary, lambda: self._again(length, several), self.device)
             with self._held():
                 self._compile(self._step_with(sampling, several))
-            distance, holds = self._compared(ordinary, length, several)
+            verdict, holds = self._compared(yardstick, length, several)
             if not holds and several is None and "attention_mask" in self._accepted:
                 self._hiding.add(self._kind)
-                distance, holds = self._compared(ordinary, length, several)
+                verdict, holds = self._compared(yardstick, length, several)
                 if not holds:
                     self._hiding.discard(self._kind)
             if CHANGES and several is None:
                 self._look_for_changes()  # by which it may differ
         if not holds:
-            raise StepDiffers(distance)
+            raise StepDiffers(verdict)
         self._proved.add((self._kind, width))
+        self.rounding = max(self.rounding, yardstick.bound(LOGITS))
         self.prompts.clear_if_moved()
 
-    def _compared(self, ordinary: Tensor, length: int, several: Tensor | None) -> tuple[float, bool]:
+    def _compared(self, yardstick: Yardstick, length: int, several: Tensor | None) -> tuple[Verdict, bool]:
         """Return how far a step is from the ordinary one, and whether it is the same."""
 
-        def step() -> Tensor:
+        def step() -> Trace:
             self.state.position.fill_(length)
             with rehearsing(), self._held():
-                return (self.forward() if several is None else self.forward_several(several)).float()
+                return self._trace(self.forward() if several is None else self.forward_several(several), length)
 
-        def nudged() -> Tensor:
-            with backend.plainly(), self._held(), Nudged():
-                logits = self._ordinary_step(length, several)
-            self.cache.rewind(length)
-            return logits
+        return compared(self.cache, length + (1 if several is None else several.shape[1]), yardstick, step)
 
-        written = length + (1 if several is None else several.shape[1])
-        return compared(self.cache, written, ordinary, step, nudged)
+    def _again(self, length: int, several: Tensor | None) -> Trace:
+        """Return what the ordinary step leaves, once more."""
+        with backend.plainly(), self._held():
+            found = self._trace(self._ordinary_step(length, several), length)
+        self.cache.rewind(length)
+        return found
+
+    def _trace(self, logits: Tensor, length: int) -> Trace:
+        """Return what a step of logits `[B, V]` or `[B, n, V]`, behind `length` tokens, has left."""
+        width = logits.shape[1] if logits.dim() > 2 else 1
+        return trace(self.cache, self._slots[length : length + width], logits.float(), self.carried.buffers)
 
     if CHANGES:
 
         def _look_for_changes(self) -> None:
             """Run a step once more: what it makes at its first run is there."""
-            before = Before(self.model, self.carried.buffers, layers=self.cache.layers)
-            self._once_more()
+            before, kept = Before(self.model, self.carried.buffers, layers=self.cache.layers), Kept(self.model)
+            kept.watch(self._once_more)
             if (changes := before.changes()) is not None:
                 raise StepChanges(changes, changes.named(self.model))
-            self._kept[self._kind] = Kept(self.model)
+            self._kept[self._kind] = kept
 
         def _once_more(self) -> None:
             """Run a step and leave everything as it is."""
@@ -588,6 +597,7 @@ class DecodeGraph(Step):
         self._proved |= {key for key in other._proved if key[0] == self._kind}
         self._hiding |= other._hiding & {self._kind}
         self._kept |= other._kept
+        self.rounding = max(self.rounding, other.rounding)
         self._attention_mask.fill_(1)
         self._attention_mask[:, : other.cache.capacity] = other._attention_mask
         self._hides = other._hides

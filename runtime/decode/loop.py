@@ -24,6 +24,7 @@ from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed
 from ..core.compile_ahead import CompilerLoading, taking_turns
 from ..core.local import is_local
+from ..core.position_count import position_count
 from ..core.target import CHANGES, GROWS, INPUTS, SPECULATION
 from .alignment import Alignment, aligns
 from .arrival import Arrival
@@ -316,7 +317,7 @@ class GraphLoop:
             """Let an assistant read the prompt, where it has the positions for all that the graph has room for."""
             assert self.lookup is not None
             room = graph.cache.capacity - self.prompt_length
-            positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+            positions = position_count(model.config.get_text_config(decoder=True))
             if graph.cache.length != self.prompt_length or (
                 positions is not None and positions < graph.cache.capacity
             ):
@@ -337,11 +338,7 @@ class GraphLoop:
             return loop.run(graph, program)
 
         def _positions(self) -> int | None:
-            """Return how many positions the model has, as far as its configuration says."""
-            found: int | None = getattr(
-                self.model.config.get_text_config(decoder=True), "max_position_embeddings", None
-            )
-            return found
+            return position_count(self.model.config.get_text_config(decoder=True))
 
     def _refuse(self, graph: DecodeGraph, reason: str, key: Hashable = None, error: Exception | None = None) -> Unfit:
         """Remember that the model cannot, or not with the sampling `key`, and return what to raise."""

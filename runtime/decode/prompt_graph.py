@@ -31,6 +31,7 @@ from ..cache.preallocated import PreallocatedCache
 from ..core import backend
 from ..core.capture import NOT_FOR_A_STEP, capture
 from ..core.launch import rehearsing
+from ..core.position_count import position_count
 from ..core.reading import NoPromptForm, Reading
 from ..core.target import CHANGES, READS
 from ..norms.add_norm import add_norm
@@ -171,7 +172,7 @@ class PromptGraphs:
         """Those that are left: what did not do for one length is not tried for another."""
         if READS and steps_read_prompts(model):
             self._forms = list(FORMS)
-        self._positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self._positions = position_count(model.config.get_text_config(decoder=True))
         self.rehearses_every_form = False
         """Whether all forms are, and not the first that reads a prompt alone: for models that are not whole."""
         self._graphs: dict[int, PromptGraph] = {}

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..cache import states
+from ..cache.layers import PreallocatedLayer
 from ..cache.preallocated import PreallocatedCache
 from ..core.capture import NOT_FOR_A_STEP
+from ..core.rounding_noise import Trace, Verdict, Yardstick
+from ..core.target import STATES
 
-TOLERANCE = 0.5
-"""Largest relative distance of a row's logits in both forms of a step. It tells a wrong mask, for which the slots that
-must not be seen are filled with `POISON`, from another order of rounding; a wrong mask gives 1 and more."""
 POISON = 64.0
-UNSTEADY = TOLERANCE / 4
-"""Relative distance by which one rounding of the embeddings moves the logits of a model of which they tell nothing. In
-bf16 a model with sensible weights moves by 0.01, Gemma 3n with random ones by 0.4."""
+"""What slots hold that a step must not see."""
+LOGITS = "the logits"
+"""Their name in a trace."""
 
 
 class StepDiffers(RuntimeError):
     """The step against the preallocated buffers computes something else than the model's ordinary step."""
 
-    def __init__(self, distance: float):
-        super().__init__(f"the logits of a step differ by {distance:.3g} from those of an ordinary one")
+    def __init__(self, verdict: Verdict):
+        super().__init__(f"a step differs from an ordinary one in {verdict}")
 
 
 class StepFails(RuntimeError):
@@ -50,42 +51,60 @@ class StepReads(RuntimeError):
 
 
 def compared(
-    cache: PreallocatedCache,
-    written: int,
-    ordinary: Tensor,
-    step: Callable[[], Tensor],
-    nudged: Callable[[], Tensor],
-) -> tuple[float, bool]:
+    cache: PreallocatedCache, written: int, yardstick: Yardstick, step: Callable[[], Trace]
+) -> tuple[Verdict, bool]:
     """Return how far a step is from the ordinary one, and whether it is the same.
 
-    Where logits tell nothing, since one rounding moves them as far, it is the same if no slot that it must not see
-    moves one bit.
+    Where a bound tells little it is the same only if no slot that it must not see moves one bit, too.
 
     Args:
         cache: what the step runs against.
         written: slots that it may see.
-        ordinary: logits of the ordinary step.
-        step: returns those of the step, and leaves everything as it is.
-        nudged: returns those of the ordinary step with other roundings.
+        yardstick: of the ordinary step.
+        step: returns what the step leaves, everything being as it was.
 
     Raises:
         StepFails: if the step cannot run.
     """
-    ours = _poisoned(cache, POISON, written, step)
-    far = distance(ours, ordinary)
-    if far < TOLERANCE:
-        return far, True
-    unsteady = bool(ours.isfinite().all()) and distance(nudged(), ordinary) > UNSTEADY
-    return far, unsteady and torch.equal(ours, _poisoned(cache, -POISON, written, step))
+    found = _poisoned(cache, POISON, written, step)
+    verdict = yardstick.judge(found)
+    if not (verdict.holds and verdict.vague):
+        return verdict, verdict.holds
+    again = _poisoned(cache, -POISON, written, step)
+    return verdict, all(torch.equal(value, again[name]) for name, value in found.items())
 
 
-def distance(logits: Tensor, of: Tensor) -> float:
-    """Return how far logits are from others, relative to those, in the row where it is farthest."""
-    return ((logits - of).norm(dim=-1) / of.norm(dim=-1)).max().item()
+def trace(cache: PreallocatedCache, slots: Tensor, logits: Tensor, beside: Sequence[Tensor] = ()) -> Trace:
+    """Return what a step leaves: logits, and in each layer what it wrote of the tokens that it read, or its states.
+
+    What a layer writes is made of all that the layers before it have computed.
+
+    Args:
+        cache: that it ran against.
+        slots: `[n]`, those of the tokens.
+        logits: `[B, V]` or `[B, n, V]`.
+        beside: states outside of the cache.
+    """
+    left = {}
+    for number, layer in enumerate(cache.layers):
+        written = layer.of_slots(slots) if isinstance(layer, PreallocatedLayer) else []
+        for name, tensor in zip(("keys", "values", "an indexer's keys"), written, strict=False):
+            left[f"layer {number}, {name}"] = tensor.transpose(-2, 1).flatten(0, 1).flatten(1)
+        for kind, state in enumerate(states.tensors([layer]) if STATES else []):
+            left[f"layer {number}, state {kind}"] = _rows(state, cache.batch_size)
+    for number, state in enumerate(beside):
+        left[f"state {number} beside the cache"] = _rows(state, cache.batch_size)
+    left[LOGITS] = logits.flatten(0, -2)
+    return left
 
 
-def _poisoned(cache: PreallocatedCache, poison: float, written: int, step: Callable[[], Tensor]) -> Tensor:
-    """Return the logits of a step where the slots from `written` on hold `poison`."""
+def _rows(state: Tensor, count: int) -> Tensor:
+    """Return a copy of a state as `[R, W]`; it has rows only if its first dimension is of the batch."""
+    return state.clone().reshape(count if state.shape[0] == count else 1, -1)
+
+
+def _poisoned(cache: PreallocatedCache, poison: float, written: int, step: Callable[[], Trace]) -> Trace:
+    """Return what a step leaves where the slots from `written` on hold `poison`."""
     for layer in cache.attention_layers:
         layer.spoil(written, poison)
     try:

@@ -122,7 +122,9 @@ class Step:
             every: Tensor = self.model(**arguments, return_dict=True).logits.float()
             return every
         arguments = self._arguments(self._attention_mask[:, : length + 1])
-        logits: Tensor = self.model(**arguments, return_dict=True).logits[:, -1].float()
+        outputs = self.model(**arguments, return_dict=True)
+        self.carried.advance(outputs)
+        logits: Tensor = outputs.logits[:, -1].float()
         return logits
 
     def _first_ordinary_step(self, length: int, several: Tensor | None = None) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.position_count import position_count
 from .structure import NotUnderstood, form_of
 
 STEP = 32
@@ -235,7 +236,7 @@ def text_of(model: Any, call: Any, settings: Hashable) -> Text | None:
         return None
     family = ("lengths", form, settings, *[(name, tensor.dim(), tensor.dtype) for name, tensor in texts.items()])
     config = _text_config(model)
-    most = _most_tokens(config)
+    most = position_count(config)
     fills = tuple(_fill(config, name, tensor) for name, tensor in made.items())
     reason = reason or ("lengths_arguments" if others else "")
     text = Text(
@@ -279,12 +280,6 @@ def _fill(config: Any, name: str, tensor: Tensor | None) -> Fill:
     if name == "input_ids":  # positions of RoBERTa count what is no padding
         return Fill(max(0, _number(config, "pad_token_id") or 0))
     return Fill(0)
-
-
-def _most_tokens(config: Any) -> int | None:
-    """Return how many positions the configuration says that a model has; what it has is seen when it runs."""
-    found = _number(config, "max_position_embeddings")
-    return found if found is not None and found > 0 else None
 
 
 def special_tokens(model: Any) -> list[int]:

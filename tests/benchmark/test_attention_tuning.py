@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_rewrite_runtime.core import tables
 
+from hf_rewrite_runtime.core import tables
 from rewrite.benchmark.rungs import prepare
 from rewrite.transforms import select
 from rewrite.tuning import attention

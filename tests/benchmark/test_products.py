@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from hf_rewrite_runtime.core import tables
 
+from hf_rewrite_runtime.core import tables
 from rewrite import cli
 from rewrite.benchmark.rungs import prepare
 from rewrite.errors import NothingMeasured, NothingToExport

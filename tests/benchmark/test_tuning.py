@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from hf_rewrite_runtime.attention.decode_attention import Split, choose
 from hf_rewrite_runtime.core import launch, tables, tiles
-
 from rewrite.benchmark.rungs import prepare
 from rewrite.errors import NeedsGpu, NotAPackage
 from rewrite.transforms import select

@@ -156,6 +156,10 @@ def test_no_site_is_said_and_nothing_written(here: Path, rewrite: CommandLine) -
     (here / "modeling_plain.py").write_text("x = 1\n")
     fails(rewrite("modeling_plain.py", "--out", "o", "--no-verify"), 1, "nothing to rewrite", "Nothing was written")
     assert not (here / "o").exists()
+    for where in (("--dry-run",), ("--out", "o", "--no-verify")):
+        reported = rewrite("modeling_plain.py", *where, "--json", "-")
+        report = json.loads(reported.out)
+        assert (reported.code, report["sites"], report["written"]) == (1, 0, False)
 
 
 def test_a_source_already_rewritten(package: Path, rewrite: CommandLine) -> None:

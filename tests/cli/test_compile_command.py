@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import CommandLine
-from hf_rewrite_runtime.core import launch, shipped
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
+from hf_rewrite_runtime.core import launch, shipped
 from rewrite.errors import KernelsNotCompiled
 from rewrite.kernels import ahead
 from rewrite.kernels.package_work import shortened

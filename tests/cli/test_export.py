@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from command_line import CommandLine
-from hf_rewrite_runtime.package.flat import NotFlat, flat_files, flat_name
-from rewrite.package.closure import closure
 
+from hf_rewrite_runtime.package.flat import NotFlat, flat_files, flat_name
 from rewrite.package import parts, runtime_files
+from rewrite.package.closure import closure
 from rewrite.upstream.auto_classes import auto_classes
 from rewrite.upstream.installed import find_transformers
 

@@ -110,7 +110,7 @@ def test_a_count_that_falls_is_a_failure(here: Path, package: Path, rewrite: Com
     assert rewrite(*arguments, "--force").code == 0
 
 
-@pytest.mark.parametrize("name", ["modeling_tiny.py", "__init__.py", "runtime/products.py"])
+@pytest.mark.parametrize("name", ["modeling_tiny.py", "__init__.py"])
 def test_edits_are_refused_and_with_force_kept_as_a_backup(package: Path, rewrite: CommandLine, name: str) -> None:
     (package / name).write_text("# mine\n")
     refused = rewrite(*ARGUMENTS, "--out", package)
@@ -129,14 +129,6 @@ def test_a_linked_folder_stays_a_link(here: Path, rewrite: CommandLine) -> None:
         assert rewrite(*ARGUMENTS, "--out", "link").code == 0
     assert (here / "link").is_symlink()
     assert (here / "real" / "rewrite.lock").is_file()
-
-
-def test_a_package_of_several_names_is_no_second_one(here: Path, rewrite: CommandLine) -> None:
-    (here / "link").symlink_to(here / "real")
-    for name in ("real", "link"):
-        assert "share " not in rewrite(*ARGUMENTS, "--out", name).out
-    said = rewrite(*ARGUMENTS, "--out", "other").out
-    assert "rewrite sync real other --runtime rewrite_runtime" in said
 
 
 @pytest.mark.parametrize("name", ["with space", "ünï-código", "9lives", "class"])

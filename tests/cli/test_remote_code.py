@@ -89,7 +89,7 @@ def test_the_neighbours_of_a_file_go_with_it(published: Path, rewrite: CommandLi
     ("files", "said"),
     [
         ({"modeling_x.py": "from ..above import a"}, "which lies above its folder"),
-        ({"modeling_x.py": "from .runtime import a"}, "a package has something else as 'runtime'"),
+        ({"modeling_x.py": "from ._runtime import a"}, "a package has something else as '_runtime'"),
         ({"modeling_x.py": "from .a import b", "a.py": "from .gone import c"}, "there is no gone.py beside it"),
         ({"modeling_x.py": "from . import a, gone", "a.py": ""}, "there is no gone.py beside it"),
         ({"modeling_x.py": "from .a import b", "a.py": "def"}, "a.py:1: does not parse"),

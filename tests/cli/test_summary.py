@@ -47,7 +47,7 @@ def test_it_comes_last_and_fits(here: Path, rewrite: CommandLine) -> None:
     file.write_text(file.read_text("utf-8").replace(loop, f"        self.seen = causal_mask is None\n{loop}"), "utf-8")
     done = rewrite("modeling_tiny.py", "--out", "out", "--no-verify")
     labels = [line[:11].strip() for line in done.out.splitlines() if line[:1].isalpha()]
-    assert labels == ["source", "model", "generate", "sites", "left out", "written", "runtime", "verify", "next"]
+    assert labels == ["source", "model", "generate", "sites", "left out", "written", "needs", "verify", "next"]
     assert "sites      14 of 15 rewritten, by 12 transforms" in done.out
     assert "left out   operator by operator in a step of the graph, not in few kernels a layer:\n" in done.out
     assert "decode_masks × 1: the mask is read by more than the calls of layers (TinyLlama" in done.out

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from rewrite.package.lock import read_lock
 from rewrite.sync.merge import three_way
 
 UPSTREAM = "modeling_tiny.py"
@@ -46,17 +45,6 @@ def test_a_changed_original_is_out_of_date_until_synced(here: Path, package: Pat
     assert rewrite("sync", package, "--no-verify").code == 0
     assert "attention_dropout = 0.1" in (package / UPSTREAM).read_text()
     assert rewrite("check", package).code == 0
-
-
-def test_what_a_changed_original_needs_comes_along(here: Path, package: Path, rewrite: CommandLine) -> None:
-    assert read_lock(package).options.without == ON_REQUEST
-    upstream_fix(here, "_supports_sdpa = True", "_supports_sdpa = False")
-    assert rewrite("sync", package, "--no-verify").code == 0
-    assert {*ON_REQUEST} - {*read_lock(package).options.without} == {"eager"}
-    assert rewrite("sync", package, "--no-verify", "--without", "eager").code == 0
-    upstream_fix(here)
-    assert rewrite("sync", package, "--no-verify").code == 0  # it needed that before
-    assert read_lock(package).options.without == ON_REQUEST
 
 
 def test_a_sync_from_another_folder_changes_nothing(
@@ -108,26 +96,27 @@ def test_a_conflict_is_shown_in_a_copy(here: Path, package: Path, rewrite: Comma
 
 
 def test_edits_of_the_runtime_are_dropped_by_name_only(here: Path, package: Path, rewrite: CommandLine) -> None:
-    (package / "runtime" / "products.py").write_text("# mine\n")
+    assert rewrite("vendor", package).code == 0
+    (package / "_runtime" / "products" / "packing.py").write_text("# mine\n")
     upstream_fix(here)
     refused = rewrite("sync", package)
     assert refused.code == 1
-    assert "has your edits in runtime/products.py" in refused.err
-    assert (package / "runtime" / "products.py").read_text() == "# mine\n"
-    assert rewrite("sync", package, "--replace", "runtime/products.py").code == 0
-    assert (package / "runtime" / "products.py.edited").read_text() == "# mine\n"
-    (package / "runtime" / "products.py").write_text("# more\n")
+    assert "has your edits in _runtime/products/packing.py" in refused.err
+    assert (package / "_runtime" / "products" / "packing.py").read_text() == "# mine\n"
+    assert rewrite("sync", package, "--replace", "_runtime/products/packing.py").code == 0
+    assert (package / "_runtime" / "products" / "packing.py.edited").read_text() == "# mine\n"
+    (package / "_runtime" / "products" / "packing.py").write_text("# more\n")
     upstream_fix(here, "attention_dropout = 0.1", "attention_dropout = 0.2")
-    assert rewrite("sync", package, "--replace", "runtime/products.py").code == 0
-    assert (package / "runtime" / "products.py.edited").read_text() == "# mine\n"
-    assert (package / "runtime" / "products.py.edited2").read_text() == "# more\n"
+    assert rewrite("sync", package, "--replace", "_runtime/products/packing.py").code == 0
+    assert (package / "_runtime" / "products" / "packing.py.edited").read_text() == "# mine\n"
+    assert (package / "_runtime" / "products" / "packing.py.edited2").read_text() == "# more\n"
     assert rewrite("check", package).code == 0
 
 
 def test_a_file_changed_since_it_was_verified_is_out_of_date(package: Path, rewrite: CommandLine) -> None:
     lock = json.loads((package / "rewrite.lock").read_text())
     files = {name: digest for name, digest in lock["files"].items() if not name.startswith(".")}
-    verdict = {"passed": True, "rewritten": {"files": files}}
+    verdict = {"passed": True, "rewritten": {"files": files, "runtime": lock["runtime"]}}
     (package / "verify.json").write_text(json.dumps(verdict))
     assert rewrite("check", package).code == 0
     edit(package, "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hf_rewrite_runtime.attention.native_gqa import native_gqa
-from hf_rewrite_runtime.core import backend
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_rewrite_runtime.attention.native_gqa import native_gqa
+from hf_rewrite_runtime.core import backend
 
 DTYPES = [torch.bfloat16, torch.float16]
 QUIET = "ignore:aiter"

@@ -10,6 +10,7 @@ from typing import Any
 import fake_aiter
 import pytest
 import torch
+
 from hf_rewrite_runtime.aiter import calls as aiter_calls
 from hf_rewrite_runtime.aiter import gemm as aiter_gemm
 from hf_rewrite_runtime.core import aiter_probe, backend

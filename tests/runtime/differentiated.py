@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from hf_rewrite_runtime.core import backend
 from tolerances import assert_as_exact_as
 from torch import Tensor
+
+from hf_rewrite_runtime.core import backend
 
 
 def gradients(function: Callable[..., Any], inputs: list[Tensor], seed: int = 5) -> list[Tensor]:

@@ -3,8 +3,9 @@
 """
 
 import torch
-from hf_rewrite_runtime.decode.generation import GraphGeneration
 from transformers import Qwen3MoeForCausalLM
+
+from hf_rewrite_runtime.decode.generation import GraphGeneration
 
 
 class Qwen3Moe(GraphGeneration, Qwen3MoeForCausalLM):

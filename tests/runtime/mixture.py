@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.moe.form import ExpertsForm
 from hf_rewrite_runtime.moe.router import RoutingRule, select_experts
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
 from hf_rewrite_runtime.products.prologue import Prologue
-from torch import Tensor, nn
 
 EPS = 1e-6
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
+
 from hf_rewrite_runtime.core.arrivals import publish
 from hf_rewrite_runtime.core.launch import HIP, WAVE, Kernel, wait_for_stores
-
 from rewrite.kernels.cases import Case, tensor
 
 

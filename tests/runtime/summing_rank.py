@@ -9,8 +9,9 @@ import os
 
 import torch
 import torch.distributed as dist
-from hf_rewrite_runtime.parallel.ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
+
+from hf_rewrite_runtime.parallel.ranks import Ranks
 
 TURNS, SUMS = 60, 12
 

@@ -14,14 +14,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED
+from tolerances import assert_as_exact_as
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.core import layout
 from hf_rewrite_runtime.core.launch import rehearsing
 from hf_rewrite_runtime.forward.functions import ForwardFunctions
 from hf_rewrite_runtime.norms.add_layer_norm import add_layer_norm
 from hf_rewrite_runtime.products import activated_product
 from hf_rewrite_runtime.products.activated_product import LinearProduct
-from tolerances import assert_as_exact_as
-from torch import Tensor, nn
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

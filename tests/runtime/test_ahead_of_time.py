@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import INTERPRETED
-from hf_rewrite_runtime.core import launch
 
+from hf_rewrite_runtime.core import launch
 from rewrite import runtime
 from rewrite.kernels import drift, findings, run, tables
 from rewrite.kernels.chips import CHIPS, occupancy

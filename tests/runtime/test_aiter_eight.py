@@ -8,6 +8,8 @@ import fake_aiter
 import pytest
 import torch
 from aiter_cases import DTYPES, QUIET, reasons
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.aiter import blockscale as aiter_blockscale
 from hf_rewrite_runtime.aiter import calls as aiter_calls
 from hf_rewrite_runtime.aiter import fp8 as aiter_fp8
@@ -16,7 +18,6 @@ from hf_rewrite_runtime.core.e4m3 import Quantized, quantize
 from hf_rewrite_runtime.fp8 import add_rms_norm as fp8_norm
 from hf_rewrite_runtime.fp8.product import fp8_product
 from hf_rewrite_runtime.products.block_linear import BlockLinear
-from torch import Tensor, nn
 
 pytestmark = [pytest.mark.filterwarnings(QUIET), pytest.mark.usefixtures("machine", "named")]
 

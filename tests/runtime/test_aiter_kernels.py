@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from hf_rewrite_runtime.aiter import latent as aiter_latent
 from hf_rewrite_runtime.aiter import unified as aiter_unified
 from hf_rewrite_runtime.core import backend

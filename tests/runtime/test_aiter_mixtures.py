@@ -10,6 +10,8 @@ import fake_aiter
 import pytest
 import torch
 from aiter_cases import DTYPES, QUIET, reasons
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.aiter import calls as aiter_calls
 from hf_rewrite_runtime.aiter import experts as aiter_experts
 from hf_rewrite_runtime.core import aiter_probe, backend
@@ -18,7 +20,6 @@ from hf_rewrite_runtime.moe import router as router_file
 from hf_rewrite_runtime.moe.form import ExpertsForm, Gating
 from hf_rewrite_runtime.moe.selection import RoutingRule
 from hf_rewrite_runtime.products import preshuffle
-from torch import Tensor, nn
 
 pytestmark = [pytest.mark.filterwarnings(QUIET), pytest.mark.usefixtures("machine")]
 

@@ -9,12 +9,13 @@ import fake_aiter
 import pytest
 import torch
 from aiter_cases import DTYPES, QUIET, both, reasons
+from tolerances import assert_as_exact_as
+from torch import Tensor
+
 from hf_rewrite_runtime.aiter import unified as aiter_unified
 from hf_rewrite_runtime.attention.decode_attention import decode_attention
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core import aiter_probe, backend
-from tolerances import assert_as_exact_as
-from torch import Tensor
 
 pytestmark = [pytest.mark.filterwarnings(QUIET), pytest.mark.usefixtures("machine")]
 

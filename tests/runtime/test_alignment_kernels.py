@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
+
 from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.decode.alignment import BLOCK, _fits, _launch, _table
 from hf_rewrite_runtime.decode.lookup import look_up

@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
 from hf_rewrite_runtime.attention.rotary_rows import rotary_rows
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core.written import version_of
@@ -15,9 +19,6 @@ from hf_rewrite_runtime.decode import attributes, graph, loop
 from hf_rewrite_runtime.decode.generation import GraphGeneration
 from hf_rewrite_runtime.decode.graph_store import store_of
 from hf_rewrite_runtime.products.packing import packed_linear
-from torch import nn
-from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SIZES = {
     "hidden_size": 64,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from hf_rewrite_runtime.attention.attend_step import attend_step
 from hf_rewrite_runtime.attention.decode_attention import decode_attention
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache

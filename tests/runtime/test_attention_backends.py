@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
 from hf_rewrite_runtime.attention import backends
 from hf_rewrite_runtime.attention.named import get_attention_backend, set_attention_backend, use_attention_backend
 from hf_rewrite_runtime.attention.native_gqa import grouped_attention, native_gqa
 from hf_rewrite_runtime.core import backend, tables
 from hf_rewrite_runtime.decode.graph_store import _signature_of
 from hf_rewrite_runtime.forward.fitness import settings
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 MODULE: Any = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=True)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+
 from hf_rewrite_runtime.core import backend
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.core import launch
 from hf_rewrite_runtime.core.tiles import Tile
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
@@ -18,7 +20,6 @@ from hf_rewrite_runtime.products.deferred import Product
 from hf_rewrite_runtime.products.one_row import are_parameters
 from hf_rewrite_runtime.products.prologue import LayerNormPrologue, Prologue
 from hf_rewrite_runtime.products.step_products import StepProducts
-from torch import Tensor, nn
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 CLOSE = 1e-5

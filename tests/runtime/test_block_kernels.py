@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from block_weights import SILU, SWISH, FP8Linear, Norm, blocks, by_definition, mixture
 from conftest import INTERPRETED
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.core.e4m3 import encode
 from hf_rewrite_runtime.core.launch import WAVE, Target
@@ -31,7 +33,6 @@ from hf_rewrite_runtime.products.block_groups import (
 from hf_rewrite_runtime.products.block_rows import launch_block_rows
 from hf_rewrite_runtime.products.blocks import Blocks, _reference, dequantized, narrowed, reason_against, widened
 from hf_rewrite_runtime.products.linear import gated_linear, linear
-from torch import Tensor, nn
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 experts = importlib.import_module("hf_rewrite_runtime.moe.experts")

@@ -18,16 +18,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
+
 from hf_rewrite_runtime.core import backend, derived, layout
 from hf_rewrite_runtime.core.explain import explain
 from hf_rewrite_runtime.core.snapshot import Snapshot
 from hf_rewrite_runtime.forward import captured, fitness, store, switch
 from hf_rewrite_runtime.forward.captured import CapturedForward
 from hf_rewrite_runtime.products import put_off
-from torch import Tensor, nn
-from torch.nn import functional
-from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils import ModelOutput
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from hf_rewrite_runtime.forward import store
 from hf_rewrite_runtime.forward.switch import use_forward_graphs
 

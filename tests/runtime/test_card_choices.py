@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from hf_rewrite_runtime.attention import decode_attention, masked_attention
 from hf_rewrite_runtime.core import launch, tiles
-
 from rewrite.kernels.cards import CARDS
 from rewrite.kernels.models import STEPS
 

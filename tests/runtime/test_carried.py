@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from told_again import replays
+from torch import nn
+
 from hf_rewrite_runtime.cache.names import asked_with, given_back
 from hf_rewrite_runtime.cache.nested import UnknownState
 from hf_rewrite_runtime.core import backend
@@ -21,8 +24,6 @@ from hf_rewrite_runtime.decode.graph import DecodeGraph, Program
 from hf_rewrite_runtime.decode.graph_store import store_of
 from hf_rewrite_runtime.forward import captured, switch, trial
 from hf_rewrite_runtime.forward.captured import CapturedForward
-from told_again import replays
-from torch import nn
 
 if not fitness.can_watch():
     pytest.skip("this transformers has a loop that cannot be watched", allow_module_level=True)

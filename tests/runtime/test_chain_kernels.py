@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED, KERNEL_DTYPES
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.attention.eager_step import HANDLERS
 from hf_rewrite_runtime.core import launch
 from hf_rewrite_runtime.core.compile_ahead import variants
@@ -17,7 +19,6 @@ from hf_rewrite_runtime.decode.constants import StepConstants
 from hf_rewrite_runtime.products import chain_place, chain_text
 from hf_rewrite_runtime.products.chain import FUNCTIONS
 from hf_rewrite_runtime.products.step_products import StepProducts
-from torch import Tensor, nn
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 LAST_BITS = 1e-6

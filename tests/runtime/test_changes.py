@@ -6,8 +6,9 @@ import weakref
 from typing import Any
 
 import torch
-from hf_rewrite_runtime.decode.changes import Before, Kept
 from torch import nn
+
+from hf_rewrite_runtime.decode.changes import Before, Kept
 
 
 class Part(nn.Module):
@@ -100,6 +101,24 @@ def test_what_a_prompt_leaves_matters_where_a_step_reads_it() -> None:
     assert kept.is_read(lambda: own[0].later)
     own[1].dump_patches = nn.Module.dump_patches  # as before, from its class
     assert not kept.is_read(lambda: own[1].dump_patches)
+
+
+def test_tensors_that_a_step_leaves_unread_are_looked_for_at_its_proof() -> None:
+    own = model()
+    own[0].memory, own[1].memory = torch.ones(1), torch.ones(1)
+    steps = []
+
+    def step() -> None:
+        steps.append(own[0].memory)
+
+    kept = Kept(own)
+    kept.watch(step)
+    assert type(own[0]) is Part
+    own[1].memory = torch.ones(1)  # as each prompt leaves it
+    assert not kept.is_read(step)
+    assert len(steps) == 1
+    own[0].memory = torch.ones(1)
+    assert kept.is_read(step)
 
 
 def test_a_model_is_not_kept_alive() -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.loss.cross_entropy import Shape, total_loss
-from hf_rewrite_runtime.loss.deferred_logits import DeferredLogits, WeightsChanged
 from tolerances import assert_same_gradient
 from torch import Tensor, nn
 from transformers.loss import loss_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.loss.cross_entropy import Shape, total_loss
+from hf_rewrite_runtime.loss.deferred_logits import DeferredLogits, WeightsChanged
 
 chunked = importlib.import_module("hf_rewrite_runtime.loss.chunked_loss")
 cross_entropy = importlib.import_module("hf_rewrite_runtime.loss.cross_entropy")

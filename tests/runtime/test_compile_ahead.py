@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from hf_rewrite_runtime.core import backend, launch
 from hf_rewrite_runtime.core.compile_ahead import compile_all, variants
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
 from hf_rewrite_runtime.products.gated_activation import gated_activation
-from torch import nn
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import INTERPRETED
+
 from hf_rewrite_runtime.attention import masked_attention
 from hf_rewrite_runtime.core import launch
 from hf_rewrite_runtime.core.explain import explain

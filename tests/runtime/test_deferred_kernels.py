@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.attention.eager_step import HANDLERS
 from hf_rewrite_runtime.attention.masked_attention import masked_attention
 from hf_rewrite_runtime.attention.step_attention import StepAttention
@@ -24,7 +26,6 @@ from hf_rewrite_runtime.products.deferred import POINTS, activation_of
 from hf_rewrite_runtime.products.prologue import LayerNormPrologue
 from hf_rewrite_runtime.products.step_products import StepProducts
 from hf_rewrite_runtime.products.transposed import launch_transposed
-from torch import Tensor, nn
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 SIZE = 16

@@ -10,6 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from mixture import EPS, Every, Gate, Norm
+from tolerances import assert_same_gradient
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
 from hf_rewrite_runtime.attention.native_gqa import grouped_attention, grouped_matmul, native_gqa
 from hf_rewrite_runtime.attention.rotary import rotary, rotary_single
 from hf_rewrite_runtime.attention.segment_attention import segment_attention, segment_attention_weights
@@ -27,13 +34,6 @@ from hf_rewrite_runtime.products.linear import gated_linear, linear
 from hf_rewrite_runtime.products.packed_step import packed_step
 from hf_rewrite_runtime.products.packing import packed_linear
 from hf_rewrite_runtime.products.patch_product import patch_product
-from mixture import EPS, Every, Gate, Norm
-from tolerances import assert_same_gradient
-from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-
 from rewrite import operators
 
 experts = importlib.import_module("hf_rewrite_runtime.moe.experts")

@@ -7,6 +7,11 @@ from collections import Counter
 
 import pytest
 import torch
+from test_generation import EOS, GPU, Doubled, Sink, gpu, loops, pair, prompt, run, same, tokenizer
+from test_other_models import pair as other_pair
+from transformers import LogitsProcessorList
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
 from hf_rewrite_runtime.cache.names import given_back, passed_on
 from hf_rewrite_runtime.core.explain import explain
 from hf_rewrite_runtime.decode import alignment, graph_store, loop, window
@@ -18,10 +23,6 @@ from hf_rewrite_runtime.decode.lookup import look_up
 from hf_rewrite_runtime.decode.policy import GraphPolicy
 from hf_rewrite_runtime.decode.sampling import Lookup, Sampling, StepState
 from hf_rewrite_runtime.decode.window import Window
-from test_generation import EOS, GPU, Doubled, Sink, gpu, loops, pair, prompt, run, same, tokenizer
-from test_other_models import pair as other_pair
-from transformers import LogitsProcessorList
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 LOOKUP = {"do_sample": False, "prompt_lookup_num_tokens": 4}

@@ -7,16 +7,19 @@ from collections import Counter
 
 import pytest
 import torch
+from test_drafted import DEVICE, GREEDY, LOOKUP, always, plant_rows, repeating, taken
+from test_generation import EOS, MODELS, Sink, V, gpu, loops, pair, prompt, run, same, tokenizer
+from transformers import WhisperConfig, WhisperForCausalLM
+
 from hf_rewrite_runtime.decode import graph_store, loop, window
 from hf_rewrite_runtime.decode.alignment import Alignment, align, fall_in, tables_of
 from hf_rewrite_runtime.decode.assistant import Assistant
 from hf_rewrite_runtime.decode.drafted import DraftedLoop, Worth
+from hf_rewrite_runtime.decode.generation import GraphGeneration
 from hf_rewrite_runtime.decode.graph import DecodeGraph
 from hf_rewrite_runtime.decode.graph_store import store_of
 from hf_rewrite_runtime.decode.sampling import Lookup, Sampling, StepState
 from hf_rewrite_runtime.decode.window import RaggedWindow
-from test_drafted import DEVICE, GREEDY, LOOKUP, always, plant_rows, repeating, taken
-from test_generation import EOS, Sink, gpu, loops, pair, prompt, run, same, tokenizer
 
 __all__ = ["always", "taken", "tokenizer"]
 
@@ -184,10 +187,18 @@ def test_near_the_end_of_the_cache_and_beyond(
     assert any(max(counts) - min(counts) > 2 for counts in taken)
 
 
+class Whisper(GraphGeneration, WhisperForCausalLM):
+    _step_without_graph = DEVICE.type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "whisper"])
 def test_no_position_beyond_the_model_s_is_read(
-    monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
+    name: str, monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
 ) -> None:
-    model, original = pair("gpt2", n_positions=40)
+    sizes = {"vocab_size": V, "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+    small = WhisperConfig(**sizes, init_std=0.3, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    monkeypatch.setitem(MODELS, "whisper", (Whisper, WhisperForCausalLM, small))
+    model, original = pair(name, **{"n_positions" if name == "gpt2" else "max_target_positions": 40})
     for length in (12, 20, 37):
         inputs, given = prompt(4, length), {"max_length": 40, "max_new_tokens": None, "pad_token_id": 0}
         theirs = original.generate(**inputs, **GREEDY, **given)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
-from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.moe.form import Gating
 from mixture import Every
 from tolerances import assert_as_exact_as
 from torch import Tensor
+
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.moe.form import Gating
 
 experts = importlib.import_module("hf_rewrite_runtime.moe.experts")
 every_expert = importlib.import_module("hf_rewrite_runtime.moe.every_expert")

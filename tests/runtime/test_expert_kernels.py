@@ -10,14 +10,15 @@ import exact
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
-from hf_rewrite_runtime.core import arrivals, backend
-from hf_rewrite_runtime.moe.joined_experts import are_joined
 from layouts import LAYOUTS
 from mixture import EPS, Gate, Norm
 from tolerances import assert_as_exact_as
 from torch import Tensor
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from hf_rewrite_runtime.core import arrivals, backend
+from hf_rewrite_runtime.moe.joined_experts import are_joined
 
 experts = importlib.import_module("hf_rewrite_runtime.moe.experts")
 router = importlib.import_module("hf_rewrite_runtime.moe.router")

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
-from hf_rewrite_runtime.core import backend
 from tolerances import assert_as_exact_as
 from torch import Tensor, nn
+
+from hf_rewrite_runtime.core import backend
 
 expert_list = importlib.import_module("hf_rewrite_runtime.moe.expert_list")
 add_experts = expert_list.add_experts

@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED, KERNEL_DTYPES
+from tolerances import assert_as_exact_as
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.core import backend, deferring, layout
 from hf_rewrite_runtime.forward import functions
 from hf_rewrite_runtime.forward.functions import ForwardFunctions
@@ -19,8 +22,6 @@ from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
 from hf_rewrite_runtime.products import chain_place, chain_rows, chain_text
 from hf_rewrite_runtime.products.chain_text import LARGE
-from tolerances import assert_as_exact_as
-from torch import Tensor, nn
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_rewrite_runtime.cache.fp8_layer import Fp8Layer
-from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
-from hf_rewrite_runtime.decode.graph import DecodeGraph
 from rounded_cache import RoundedLayer, rounded, rounded_cache
 from tolerances import ROUNDED_CACHE, ROUNDED_CACHE_IN_FP32
 from torch import Tensor
 
+from hf_rewrite_runtime.cache.fp8_layer import Fp8Layer
+from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
+from hf_rewrite_runtime.decode.graph import DecodeGraph
 from rewrite.engine.build import build
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble

@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
+from test_step_kernels import Norm, projection
+from tolerances import assert_as_exact_as
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.core.e4m3 import Quantized, dtype_for, has_fp8, quantize
@@ -27,9 +31,6 @@ from hf_rewrite_runtime.fp8.weights import refresh
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
 from hf_rewrite_runtime.products.gated_activation import gated_activation
 from hf_rewrite_runtime.products.linear import linear
-from test_step_kernels import Norm, projection
-from tolerances import assert_as_exact_as
-from torch import Tensor, nn
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)

@@ -7,6 +7,8 @@ import io
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.core.e4m3 import quantize
 from hf_rewrite_runtime.core.explain import explain
@@ -15,7 +17,6 @@ from hf_rewrite_runtime.fp8 import weights as fp8_weights
 from hf_rewrite_runtime.fp8.generation import Fp8GraphGeneration
 from hf_rewrite_runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, fp8_packed_linear
 from hf_rewrite_runtime.products.packing import packed_linear
-from torch import Tensor, nn
 
 
 class Block(nn.Module):

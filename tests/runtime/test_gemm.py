@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.aiter import calls as aiter_calls
 from hf_rewrite_runtime.core import aiter_probe, backend, tables
 from hf_rewrite_runtime.core.explain import explain
 from hf_rewrite_runtime.products import gemm, packing, preshuffle
 from hf_rewrite_runtime.products.gemm import Product, routed_linear, routed_packed_linear
-from torch import Tensor, nn
 
 INPUTS, OUTPUTS = 32, 48
 

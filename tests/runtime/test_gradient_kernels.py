@@ -11,6 +11,10 @@ import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
 from differentiated import all_as_exact, check
 from experts_of import Mixture
+from tolerances import LOSS, assert_as_exact_as, assert_same_gradient
+from torch import Tensor
+from torch.nn import functional as F
+
 from hf_rewrite_runtime.attention.rotary import rotary, rotary_single
 from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.loss.cross_entropy import Shape, losses_and_gradients, total_loss
@@ -19,9 +23,6 @@ from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
 from hf_rewrite_runtime.norms.layer_norm import layer_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
 from hf_rewrite_runtime.products.gated_product import gated_product
-from tolerances import LOSS, assert_as_exact_as, assert_same_gradient
-from torch import Tensor
-from torch.nn import functional as F
 
 adding = importlib.import_module("hf_rewrite_runtime.norms.add_layer_norm")
 experts = importlib.import_module("hf_rewrite_runtime.moe.experts")

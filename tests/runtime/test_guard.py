@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import transformers
+
 from hf_rewrite_runtime import __version__ as runtime_version
 from hf_rewrite_runtime.core import tables
 from hf_rewrite_runtime.origin import fingerprints, guard
-
 from rewrite.package import definitions
 
 ROOT = Path(transformers.__file__).parent

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+
 from hf_rewrite_runtime.cache.names import given_back
 from hf_rewrite_runtime.core import backend, compile_ahead, launch
 from hf_rewrite_runtime.core.compile_ahead import Compilation, taking_turns
@@ -19,7 +21,6 @@ from hf_rewrite_runtime.decode.generation import GraphGeneration
 from hf_rewrite_runtime.decode.graph_store import GraphStore, describe, store_of
 from hf_rewrite_runtime.decode.prompt_graph import ROUNDING
 from hf_rewrite_runtime.fp8.generation import Fp8GraphGeneration
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from hf_rewrite_runtime.decode import fitness
 
 FOLDER = Path(__file__).parent

@@ -10,14 +10,15 @@ import exact
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
+from layouts import LAYOUTS
+from tolerances import assert_as_exact_as
+
 from hf_rewrite_runtime.attention.rotary import rotary, rotary_single
 from hf_rewrite_runtime.core import backend, rows
 from hf_rewrite_runtime.norms.add_layer_norm import add_layer_norm
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
 from hf_rewrite_runtime.norms.layer_norm import layer_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from layouts import LAYOUTS
-from tolerances import assert_as_exact_as
 
 gated_activation = importlib.import_module("hf_rewrite_runtime.products.gated_activation")
 

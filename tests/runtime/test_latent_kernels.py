@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
+from test_step_kernels import Norm, projection
+from tolerances import assert_as_exact_as
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.attention.latent_attention import latent_attention
 from hf_rewrite_runtime.attention.latent_decode import Division, launch_latent_decode
 from hf_rewrite_runtime.attention.latent_query import HeadDims, Latents
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core import backend
-from test_step_kernels import Norm, projection
-from tolerances import assert_as_exact_as
-from torch import Tensor, nn
 
 CAPACITY, HIDDEN, RANK, SIZES = 96, 40, 24, HeadDims(12, 8, 20)
 ROTATIONS: dict[str, dict[str, bool] | None] = {

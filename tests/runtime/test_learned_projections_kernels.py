@@ -11,17 +11,18 @@ import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
 from differentiated import all_as_exact
+from tolerances import assert_same_gradient
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
 from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.core.made import origin
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
 from hf_rewrite_runtime.products import learned
 from hf_rewrite_runtime.products.packing import packed_linear
-from tolerances import assert_same_gradient
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+
 from hf_rewrite_runtime.parallel import liveness
 from hf_rewrite_runtime.parallel.liveness import Peers, RankDied
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED
+from torch import Tensor
+
 from hf_rewrite_runtime.attention.step_attention import StepAttention
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core import launch
 from hf_rewrite_runtime.products.chain import FUNCTIONS
 from hf_rewrite_runtime.products.step_products import StepProducts
-from torch import Tensor
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 LAYERS, HEADS, SLOTS, DIM, AT = 3, 2, 48, 16, 30

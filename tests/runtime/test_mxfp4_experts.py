@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from block_weights import SILU, SWISH, blocks, by_definition, mixture
 from conftest import INTERPRETED
+from torch import Tensor
+
 from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.core.launch import Target, chip_of
 from hf_rewrite_runtime.moe import block_experts, mxfp4_experts
@@ -25,7 +27,6 @@ from hf_rewrite_runtime.products.own_sums import (
     in_pairs,
     own_sums,
 )
-from torch import Tensor
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

@@ -11,6 +11,9 @@ import copy
 import pytest
 import torch
 import transformers
+from transformers import BarkSemanticConfig, EncoderDecoderCache
+from transformers.models.bark.generation_configuration_bark import BarkSemanticGenerationConfig
+
 from hf_rewrite_runtime.cache import states
 from hf_rewrite_runtime.cache.names import asked_with, given_back
 from hf_rewrite_runtime.core import backend
@@ -19,9 +22,6 @@ from hf_rewrite_runtime.decode.generation import GraphGeneration
 from hf_rewrite_runtime.decode.graph import DecodeGraph, UnknownCache
 from hf_rewrite_runtime.decode.graph_store import store_of
 from hf_rewrite_runtime.decode.step_length import StepLength
-from transformers import BarkSemanticConfig, EncoderDecoderCache
-from transformers.models.bark.generation_configuration_bark import BarkSemanticGenerationConfig
-
 from rewrite.verify.models.configs import small_variants
 
 if states.LAYER is None or not fitness.can_watch():

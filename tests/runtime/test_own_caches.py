@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from told_again import replays
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
 from hf_rewrite_runtime.cache import own
 from hf_rewrite_runtime.cache.grown import GrownLayer, grown_by, grows_in_layers
 from hf_rewrite_runtime.cache.layers import CacheFull, PreallocatedLayer
@@ -27,8 +30,6 @@ from hf_rewrite_runtime.decode.generation import GraphGeneration
 from hf_rewrite_runtime.decode.graph import DecodeGraph, Program, UnknownCache
 from hf_rewrite_runtime.decode.graph_store import store_of
 from hf_rewrite_runtime.decode.proof import StepFails
-from told_again import replays
-from transformers.cache_utils import DynamicCache, DynamicLayer
 
 KINDS = {
     "MiniMaxForCausalLM": "minimax.modeling_minimax",

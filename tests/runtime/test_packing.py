@@ -8,14 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.products import memory, packing
-from hf_rewrite_runtime.products.packed_step import packed_step
-from hf_rewrite_runtime.products.packing import packed_linear
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
+
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.products import memory, packing
+from hf_rewrite_runtime.products.packed_step import packed_step
+from hf_rewrite_runtime.products.packing import packed_linear
 
 
 class Attention(nn.Module):

@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED
+from torch import Tensor
+
 from hf_rewrite_runtime.attention.padded import HANDLERS
 from hf_rewrite_runtime.attention.step_attention import StepAttention
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core import launch
 from hf_rewrite_runtime.products.chain import FUNCTIONS
 from hf_rewrite_runtime.products.step_products import StepProducts
-from torch import Tensor
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 HEADS, SLOTS, DIM, COUNT, AT = 2, 40, 20, 4, 17

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tolerances import assert_as_exact_as
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.core import backend, layout
 from hf_rewrite_runtime.products import patch_product as operator
 from hf_rewrite_runtime.products.patch_product import multiplied, patch_product
-from tolerances import assert_as_exact_as
-from torch import Tensor, nn
 
 KINDS = {
     "sound": (nn.Conv1d, (5,), (20,)),

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
 from hf_rewrite_runtime.cache.names import given_back, passed_on
 from hf_rewrite_runtime.cache.preallocated import needs_no_mask
 from hf_rewrite_runtime.core import backend, launch
 from hf_rewrite_runtime.decode.graph import DecodeGraph
 from hf_rewrite_runtime.decode.prompt_graph import MOST_TOKENS, ROUNDING, is_causal
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = {

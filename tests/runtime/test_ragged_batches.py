@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hf_rewrite_runtime.core.explain import explain
-from hf_rewrite_runtime.forward import fitness, lengths, packing, padding, store, switch
-from hf_rewrite_runtime.forward.captured import CapturedForward
 from test_text_lengths import HEADS, VOCABULARY, WIDTH, Output, Settings, plain
 from tolerances import WHOLE_FORWARD_IN_FP32
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from hf_rewrite_runtime.core.explain import explain
+from hf_rewrite_runtime.forward import fitness, lengths, packing, padding, store, switch
+from hf_rewrite_runtime.forward.captured import CapturedForward
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

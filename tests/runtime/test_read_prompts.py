@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from hf_rewrite_runtime.attention.attend_step import attend_step
 from hf_rewrite_runtime.cache.names import argument_of
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache, decodes, needs_no_mask
@@ -18,8 +20,6 @@ from hf_rewrite_runtime.core.reading import NoPromptForm, Reading, current, of, 
 from hf_rewrite_runtime.decode import prompt_graph
 from hf_rewrite_runtime.decode.graph import DecodeGraph
 from hf_rewrite_runtime.norms.add_norm import add_norm
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from rewrite.engine.build import build
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from hf_rewrite_runtime.core import tables
 from hf_rewrite_runtime.rocm import settings as rocm
 

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import INTERPRETED
-from hf_rewrite_runtime.attention.rotary_rows import _op, reference, rotary_rows
-from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
-from hf_rewrite_runtime.core import backend
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+from hf_rewrite_runtime.attention.rotary_rows import _op, reference, rotary_rows
+from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
+from hf_rewrite_runtime.core import backend
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 THETA = {"rope_theta": 10000.0}

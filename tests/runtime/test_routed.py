@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from hf_rewrite_runtime.moe.routed import routed, select
 
 CASES = [torch.tensor([[5, 1, 7]]), torch.tensor([[5, 1], [7, 5]]), torch.rand(40, 8).topk(3).indices]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_rewrite_runtime.decode.sampling import graph_forms
 from transformers.generation.logits_process import (
     AlternatingCodebooksLogitsProcessor,
     BarkEosPrioritizerLogitsProcessor,
     EncoderNoRepeatNGramLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
 )
+
+from hf_rewrite_runtime.decode.sampling import graph_forms
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hf_rewrite_runtime.attention.native_gqa import native_gqa
-from hf_rewrite_runtime.attention.segment_attention import segment_attention, segment_attention_weights
-from hf_rewrite_runtime.core import backend
 from tolerances import assert_as_exact_as, assert_same_gradient
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_rewrite_runtime.attention.native_gqa import native_gqa
+from hf_rewrite_runtime.attention.segment_attention import segment_attention, segment_attention_weights
+from hf_rewrite_runtime.core import backend
 
 operator = importlib.import_module("hf_rewrite_runtime.attention.segment_attention")
 States = list[Tensor]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import INTERPRETED
-from hf_rewrite_runtime.moe.selection import RoutingRule, launch_selection, select_experts
 from torch import Tensor
+
+from hf_rewrite_runtime.moe.selection import RoutingRule, launch_selection, select_experts
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+
 from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.parallel.shared_sum import BLOCK, PROGRAMS, launch_shared_sum, takes, words
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hf_rewrite_runtime.core import backend
 from mixture import Gate, Norm
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from hf_rewrite_runtime.core import backend
 
 experts = importlib.import_module("hf_rewrite_runtime.moe.experts")
 router = importlib.import_module("hf_rewrite_runtime.moe.router")

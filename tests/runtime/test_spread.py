@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from hf_rewrite_runtime.core.explain import explain
 from hf_rewrite_runtime.decode import generation, spread
 from hf_rewrite_runtime.decode.generation import GraphGeneration
-from transformers import LlamaConfig, LlamaForCausalLM
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 

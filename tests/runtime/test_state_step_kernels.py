@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import KERNEL_DTYPES
+from torch import Tensor
+
 from hf_rewrite_runtime.core.overwriting import overwriting, steps
 from hf_rewrite_runtime.mixers import (
     conv_step,
@@ -17,7 +19,6 @@ from hf_rewrite_runtime.mixers import (
     selective_scan_step,
     state_space_step,
 )
-from torch import Tensor
 
 WIDTHS = [(1, 16, 4), (3, 300, 3), (2, 256, 2)]
 HEADS = [(1, 2, 2, 16, 16), (2, 2, 6, 24, 40), (1, 1, 3, 128, 20)]

@@ -6,6 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer
+
 from hf_rewrite_runtime.cache import states
 from hf_rewrite_runtime.cache.alike import HybridLayer, StateLayer
 from hf_rewrite_runtime.cache.layers import INDEXED, CacheFull, GrowsInStep, IndexedLayer, PreallocatedLayer
@@ -13,8 +16,6 @@ from hf_rewrite_runtime.cache.preallocated import PreallocatedCache, preallocate
 from hf_rewrite_runtime.decode import fitness
 from hf_rewrite_runtime.decode.fitness import Unfit
 from hf_rewrite_runtime.decode.step_inputs import StepInputs
-from transformers import DynamicCache, EncoderDecoderCache
-from transformers.cache_utils import DynamicLayer
 
 if states.LAYER is None or not fitness.can_watch():
     pytest.skip("this transformers has no layers of states, or a loop that cannot be watched", allow_module_level=True)

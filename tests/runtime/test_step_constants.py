@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from hf_rewrite_runtime.decode import constants
 from hf_rewrite_runtime.decode.constants import StepConstants
 from hf_rewrite_runtime.products.packing import packed_linear
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 class Rates(nn.Module):

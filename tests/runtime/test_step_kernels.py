@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
+from tolerances import assert_as_exact_as
+from torch import Tensor, nn
+
 from hf_rewrite_runtime.attention.decode_attention import (
     ScoreRule,
     Split,
@@ -34,8 +37,6 @@ from hf_rewrite_runtime.products.linear import gated_linear, linear
 from hf_rewrite_runtime.products.prologue import Prologue
 from hf_rewrite_runtime.products.skinny import launch_skinny_linear, takes_norm
 from hf_rewrite_runtime.products.step_products import StepProducts
-from tolerances import assert_as_exact_as
-from torch import Tensor, nn
 
 one_row = importlib.import_module("hf_rewrite_runtime.products.one_row")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_rewrite_runtime.decode.step_length import StepLength
 from torch.overrides import TorchFunctionMode
+
+from hf_rewrite_runtime.decode.step_length import StepLength
 
 CAPACITY = 8
 TABLE = torch.arange(144.0).view(1, 1, 12, 12)

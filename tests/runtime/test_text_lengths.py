@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from hf_rewrite_runtime.core.explain import explain
-from hf_rewrite_runtime.forward import agreement, captured, fitness, lengths, padding, store, switch
-from hf_rewrite_runtime.forward.bounds import Bounds
-from hf_rewrite_runtime.forward.captured import CapturedForward
 from tolerances import WHOLE_FORWARD_IN_FP32
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils import ModelOutput
+
+from hf_rewrite_runtime.core.explain import explain
+from hf_rewrite_runtime.forward import agreement, captured, fitness, lengths, padding, store, switch
+from hf_rewrite_runtime.forward.bounds import Bounds
+from hf_rewrite_runtime.forward.captured import CapturedForward
 
 VOCABULARY, POSITIONS, WIDTH, HEADS = 50, 80, 16, 2
 

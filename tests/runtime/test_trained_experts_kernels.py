@@ -11,10 +11,11 @@ import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
 from differentiated import all_as_exact, gradients
 from experts_of import Mixture, every_pair
-from hf_rewrite_runtime.core import backend
 from tolerances import assert_same_gradient
 from torch import Tensor
 from torch.nn import functional as F
+
+from hf_rewrite_runtime.core import backend
 
 experts = importlib.import_module("hf_rewrite_runtime.moe.experts")
 trained = importlib.import_module("hf_rewrite_runtime.moe.trained")

@@ -1,93 +1,85 @@
-"""Edits that import of the runtime what is not there, or will not be after a sync: found, and refused by name."""
+"""Edits that import of the runtime what is not there: found, and refused by name."""
 
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 
 import pytest
 from command_line import CommandLine
 
-from rewrite.sync import formats, imports
+from rewrite.package.lock import read_lock
+from rewrite.sync import formats, runtime_names
 
 from .conftest import Releases, edit
-from .test_older_packages import LAYOUTS, Layout, unpacked
 
-RUNTIME = {
-    "runtime/__init__.py": b"from .norms import rms_norm\n",
-    "runtime/norms.py": b"def rms_norm(): ...\n\n\nif True:\n    EPS = 1\n",
-}
+ARCHIVE = Path(__file__).parents[2] / "fixtures" / "packages" / "runtime_in_the_package.tar.gz"
+"""A package as the last version with a runtime in each made it, 2026-11-28, with an edit."""
+NORM = "hf_rewrite_runtime.norms.rms_norm"
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("from .runtime.norms import rms_norm, EPS as eps", None),
-        ("from .runtime import norms, rms_norm", None),
-        ("from .runtime.norms import *", None),
+        (f"from {NORM} import rms_norm, reference as r", None),
+        ("from hf_rewrite_runtime.norms import rms_norm", None),
+        ("from hf_rewrite_runtime import explain, norms", None),
+        (f"from {NORM} import *", None),
+        ("from ._runtime.norms.rms_norm import rms_norm", None),
         ("from .runtimes.norms import other", None),
-        ("from . import runtime", None),
         ("from torch.runtime.norms import other", None),
-        ("from .runtime.norms import other", "imports other of .runtime.norms, which does not have it"),
-        ("from .runtime import other", "imports other of .runtime, which does not have it"),
-        ("from .runtime.nowhere import x", "imports .runtime.nowhere, which this package's runtime does not have"),
+        (f"from {NORM} import other", f"imports other of {NORM}, which does not have it"),
+        ("from hf_rewrite_runtime.norms import other",
+         "imports other of hf_rewrite_runtime.norms, which does not have it"),
+        ("from hf_rewrite_runtime.no.where import x",
+         "imports hf_rewrite_runtime.no.where, which the runtime does not have"),
         (
-            "from .runtime.norms.rms_norm import rms_norm",
-            "imports .runtime.norms.rms_norm, a file of an older layout: write "
-            "`from .runtime.norms import rms_norm`",
+            "from .runtime.norms import rms_norm",
+            f"imports .runtime.norms, which is gone: write `from {NORM} import rms_norm`",
         ),
-        (
-            "from .runtime.rms_norm import rms_norm as n",
-            "imports .runtime.rms_norm, a file of an older layout: write `from .runtime.norms import rms_norm as n`",
-        ),
-        (
-            "from .runtime.core.place import FOLDER",
-            "imports .runtime.core.place, a file of an older layout: write "
-            "`from .runtime.core import PLACE_FOLDER as FOLDER`",
-        ),
-        (
-            "from .runtime.norms.rms_norm import gone",
-            "imports .runtime.norms.rms_norm, a file of an older layout: a room is one file now, .runtime.norms",
-        ),
+        ("from .runtime.core import x", "imports .runtime.core, which is gone: see hf_rewrite_runtime"),
     ],
 )  # fmt: skip
 def test_an_import_that_finds_nothing_is_named(line: str, said: str | None) -> None:
-    found = imports.lacking(f"import torch\n\n\ndef function():\n    {line if '*' not in line else 'pass'}\n", RUNTIME)
+    found = runtime_names.lacking(f"import torch\n\n\ndef function():\n    {line if '*' not in line else 'pass'}\n")
     assert [(one.line, one.said) for one in found] == ([] if said is None else [(5, said)])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.archive)
-def test_an_edit_of_an_older_package_is_warned_of_and_refused(
-    layout: Layout, tmp_path: Path, rewrite: CommandLine
-) -> None:
-    package = unpacked(layout, tmp_path)
-    module = layout.norm.removesuffix(".py").replace("/", ".")
-    path = package / "modeling_pebble.py"
-    path.write_text(f"{path.read_text()}\n\nfrom .{module} import rms_norm as mine\n")
-    line = len(path.read_text().splitlines())
-    said = f"imports .{module}, a file of an older layout: write `from .runtime.norms import rms_norm as mine`"
-    assert f"modeling_pebble.py, line {line}, {said}" in rewrite("check", package).out
-    done = rewrite("sync", package, "--no-verify")
-    assert (done.code, f"line {line} {said}" in " ".join(done.err.split())) == (1, True)
-    path.write_text(path.read_text().replace(f"from .{module} import", "from .runtime.norms import"))
-    assert rewrite("sync", package, "--no-verify").code == 0
-
-
-def test_what_an_older_version_generated_is_no_edit(tmp_path: Path, rewrite: CommandLine) -> None:
-    package = unpacked(LAYOUTS[0], tmp_path)
-    path = package / "modeling_pebble.py"
-    path.write_text(f"# mine\n{path.read_text()}")
-    found = rewrite("check", package, "--format", "json").out
-    assert ('"tool-moved"' in found, '"edited-import"' in found) == (True, False)
-    path.write_text(f"{path.read_text()}\nfrom .runtime.rms_norm import rms_norm\n")  # as it has one, and yours
-    assert rewrite("check", package, "--format", "json").out.count('"edited-import"') == 1
-
-
-def test_an_edit_that_takes_more_of_a_room_than_it_has(
-    package: Path, releases: Releases, rewrite: CommandLine
-) -> None:
-    edit(package / "modeling_tiny.py", "import torch\n", "import torch\nfrom .runtime.products import nothing\n")
+def test_an_edit_that_imports_what_is_not_there(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+    edit(package / "modeling_tiny.py", "import torch\n", f"import torch\nfrom {NORM} import nothing\n")
     old = ("--transformers", releases("6.0.0"))
-    assert "imports nothing of .runtime.products, which does not have it" in rewrite("check", package, *old).out
+    assert f"imports nothing of {NORM}, which does not have it" in " ".join(
+        rewrite("check", package, *old).out.split()
+    )
+
+
+@pytest.fixture
+def older(here: Path) -> Path:
+    """That package, beside its original."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(here, filter="data")
+    return here / "packed"
+
+
+def test_a_package_with_its_runtime_inside_is_synced_once(older: Path, rewrite: CommandLine) -> None:
+    assert (older / "runtime" / "core.py").is_file()
+    assert "# an edit of the user's" in (older / "modeling_tiny_llama.py").read_text()
+    checked = rewrite("check", older, "--format", "json").out
+    assert ('"tool-moved"' in checked, '"edited-import"' in checked) == (True, False)
+    assert rewrite("sync", older, "--no-verify").code == 0
+    text = (older / "modeling_tiny_llama.py").read_text()
+    assert "# an edit of the user's" in text
+    assert "from hf_rewrite_runtime.products.packing import packed_linear" in text
+    assert not (older / "runtime").exists()
+    assert read_lock(older).runtime.version
+    assert rewrite("check", older).code == 0
+
+
+def test_an_edit_that_imports_from_it_is_refused_with_the_way(older: Path, rewrite: CommandLine) -> None:
+    path = older / "modeling_tiny_llama.py"
+    path.write_text(f"{path.read_text()}\n\nfrom .runtime.norms import rms_norm as mine\n")
+    done = rewrite("sync", older, "--no-verify")
+    assert (done.code, f"write `from {NORM} import rms_norm`" in " ".join(done.err.split())) == (1, True)
 
 
 def test_lines_of_a_check_are_broken_at_words() -> None:

@@ -139,13 +139,14 @@ def test_a_verdict_holds_for_every_layout(package: Path, releases: Releases, rew
 
 def test_an_edit_is_still_an_edit(package: Path, releases: Releases, rewrite: CommandLine) -> None:
     tree = releases("6.0.0")
-    file = next(package.glob("runtime/products.py"))
+    assert rewrite("vendor", package).code == 0
+    file = package / "_runtime" / "products" / "packing.py"
     FORMATTERS["88"](package)
     file.write_text(file.read_text() + "\n# mine\n")
     checked = rewrite("check", package, "--transformers", tree)
-    assert (checked.code, "products.py was edited" in checked.out) == (1, True)
+    assert (checked.code, "packing.py was edited" in checked.out) == (1, True)
     refused = rewrite("sync", package, "--transformers", releases("6.1.0", DROPOUT))
-    assert (refused.code, "--replace runtime/products.py" in refused.err) == (1, True)
+    assert (refused.code, "--replace _runtime/products/packing.py" in refused.err) == (1, True)
 
 
 CODE = (

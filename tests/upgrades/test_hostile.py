@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,11 +45,11 @@ HARMS: dict[str, Harm] = {
     "up and out": file("../../victim.py"),
     "absolute": file("/tmp/victim.py"),
     "with a backslash": file("..\\victim.py"),
-    "through a folder": file("runtime/../../victim.py"),
-    "a null": file("runtime/\0.py"),
+    "through a folder": file("_runtime/../../victim.py"),
+    "a null": file("_runtime/\0.py"),
     "the folder itself": file("."),
     "another modeling file": lambda data: data.update(modeling="modeling_other.py"),
-    "no modeling file's name": lambda data: data.update(modeling="runtime/core.py"),
+    "no modeling file's name": lambda data: data.update(modeling="_runtime/core.py"),
     "two modeling files, of an older version": lambda data: [
         data["files"].update({"modeling_other.py": "0"}),
         data.pop("modeling"),
@@ -133,26 +132,6 @@ def test_an_edit_by_hand_is_noticed_and_a_sync_makes_the_lock_anew(
     assert path.read_text() == good
 
 
-def test_a_lock_of_the_first_schema_is_read(package: Path, releases: Releases, rewrite: CommandLine) -> None:
-    path = package / "rewrite.lock"
-    data = json.loads(path.read_text())
-    del data["digest"], data["tool"]["engine"]
-    data["schema"] = 1
-    generated = zipfile.ZipFile(package / ".rewrite" / "texts.zip").read("modeling_tiny.py")
-    (package / ".rewrite" / "modeling_tiny.py").write_bytes(generated)
-    data["files"][".rewrite/modeling_tiny.py"] = data["files"]["modeling_tiny.py"]
-    del data["modeling"]
-    for name in [".rewrite/texts.zip", "runtime/upstream.py"]:
-        (package / name).unlink()
-        del data["files"][name]
-    path.write_text(json.dumps(data))
-    mine = edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
-    assert rewrite("sync", package, "--transformers", releases("6.1.0", DROPOUT)).code == 0
-    assert (package / "modeling_tiny.py").read_text() != mine
-    assert "# mine\n" in (package / "modeling_tiny.py").read_text()
-    assert json.loads(path.read_text())["schema"] == 2
-
-
 def test_options_that_name_a_rule_that_is_gone(package: Path, releases: Releases, rewrite: CommandLine) -> None:
     path = package / "rewrite.lock"
     path.write_text(path.read_text().replace('"fuse_gate_up",\n      "fuse_qkv"', '"fuse_gone",\n      "fuse_qkv"'))
@@ -164,7 +143,7 @@ def test_options_that_name_a_rule_that_is_gone(package: Path, releases: Releases
     assert "no transform 'fuse_gone'" in rewrite("check", package, "--transformers", releases("6.1.0", DROPOUT)).out
 
 
-@pytest.mark.parametrize("name", ["modeling_tiny.py", "__init__.py", "runtime", ".rewrite", "rewrite.lock"])
+@pytest.mark.parametrize("name", ["modeling_tiny.py", "__init__.py", ".rewrite", "rewrite.lock"])
 def test_a_link_inside_is_refused_and_its_target_stays(
     package: Path, releases: Releases, rewrite: CommandLine, name: str, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ class Repository:
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("GIT_", "PRE_COMMIT"))},
             "PATH": f"{self._programs()}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / ".links"))),
             "PRE_COMMIT_HOME": str(folder.parent / "cache"),
             "GIT_CONFIG_GLOBAL": os.devnull,
             "OMP_NUM_THREADS": "1",
@@ -96,8 +96,7 @@ def test_the_hooks_follow_the_conventions() -> None:
         "uv.lock",
         "o/rewrite.lock",
         "o/.rewrite/texts.zip",
-        "rewrite_runtime/core.py",
-        "lib/rewrite_runtime/runtime.lock",
+        "o/_runtime/core/backend.py",
     ):
         assert pattern.search(name), name
     for name in ("README.md", "a/model.py", "requirements.md", "my_modeling.txt"):
@@ -148,12 +147,15 @@ def test_a_conflict_fails_and_keeps_the_file(repository: Repository) -> None:
 
 
 def test_check_fails_on_an_edited_runtime(repository: Repository) -> None:
-    with (repository.folder / "out" / "runtime" / "products.py").open("a") as file:
+    from rewrite.cli import run
+
+    assert run(["vendor", str(repository.folder / "out")]) == 0
+    with (repository.folder / "out" / "_runtime" / "products" / "packing.py").open("a") as file:
         file.write("# mine\n")
     repository.git("add", "-A")
     failed = repository.hooks("rewrite-check")
     assert states(failed) == {"rewrite check": "Failed"}
-    assert "runtime/products.py was edited" in failed.stdout
+    assert "_runtime/products/packing.py was edited" in failed.stdout
 
 
 @pytest.mark.slow

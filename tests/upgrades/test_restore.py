@@ -25,12 +25,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_undo_restores_every_generated_file_and_keeps_the_edits_beside(
     package: Path, rewrite: CommandLine, releases: Releases
 ) -> None:
+    assert rewrite("vendor", package).code == 0
     before = contents(package)
     assert "as it was generated" in rewrite("undo", package).out
     mine = edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
     (package / "__init__.py").write_text("# mine\n")
-    (package / "runtime" / "products.py").write_text("# mine\n")
-    (package / "runtime" / "core.py").unlink()
+    (package / "_runtime" / "products" / "packing.py").write_text("# mine\n")
+    (package / "_runtime" / "core" / "backend.py").unlink()
     (package / ".rewrite" / "texts.zip").write_bytes(before[".rewrite/texts.zip"][:-1])
     (package / "notes.txt").write_text("mine")
     done = rewrite("undo", package)
@@ -42,16 +43,17 @@ def test_undo_restores_every_generated_file_and_keeps_the_edits_beside(
     assert {name: data for name, data in after.items() if name in before} == before
     assert after["modeling_tiny.py.undone"].decode() == mine
     assert set(after) - set(before) == {
-        "modeling_tiny.py.undone", "__init__.py.undone", "runtime/products.py.undone", "notes.txt",
+        "modeling_tiny.py.undone", "__init__.py.undone", "_runtime/products/packing.py.undone", "notes.txt",
     }  # fmt: skip
     assert rewrite("check", package, "--transformers", releases("6.0.0")).code == 0
 
 
 def test_undo_says_what_it_cannot_restore(package: Path, rewrite: CommandLine) -> None:
-    (package / "runtime" / "upstream.py").write_text("# mine\n")
+    (package / ".rewrite" / "texts.zip").write_text("mine")
+    edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
     before = contents(package)
     done = rewrite("undo", package)
-    assert (done.code, "runtime/upstream.py" in done.err) == (1, True)
+    assert (done.code, "modeling_tiny.py" in done.err) == (1, True)
     assert contents(package) == before
 
 
@@ -70,10 +72,11 @@ def test_eject_leaves_plain_files_that_still_import(here: Path, rewrite: Command
     assert "# mine\n" in (here / "another" / "modeling_llama.py").read_text()
     assert "rewrite.lock" not in (here / "another" / "modeling_llama.py").read_text()
     init = (here / "another" / "__init__.py").read_text()
-    assert ("guard" in init, "upstream" in init, "rewrite sync" in init) == (False, False, False)
-    assert "from .modeling_llama import (\n    LlamaForCausalLM," in init
-    assert not list((here / "another" / "runtime").glob("origin/*"))
-    done = subprocess.run([sys.executable, "-c", "import another"], cwd=here, capture_output=True, text=True)
+    assert ("guard" in init, "made_from" in init, "rewrite sync" in init) == (False, False, False)
+    assert "from .modeling_llama import *" in init
+    assert not list((here / "another" / "_runtime").glob("origin/guard.py"))
+    code = "import sys, another\nassert not any(name.startswith('hf_rewrite') for name in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     refused = rewrite("sync", "another")
     assert (refused.code, "has no rewrite.lock" in refused.err) == (2, True)
@@ -124,14 +127,15 @@ def test_a_comment_is_never_too_long_for_github(package: Path) -> None:
 
 def test_the_formats_of_check(package: Path, releases: Releases, rewrite: CommandLine) -> None:
     tree = releases("6.1.0", DROPOUT)
-    with (package / "runtime" / "products.py").open("a") as file:
+    assert rewrite("vendor", package).code == 0
+    with (package / "_runtime" / "products" / "packing.py").open("a") as file:
         file.write("# mine\n")
-    edited = len((package / "runtime" / "products.py").read_text().splitlines())
+    edited = len((package / "_runtime" / "products" / "packing.py").read_text().splitlines())
     moved = (package / "modeling_tiny.py").read_text().split("\n").index("        self.attention_dropout = 0.0") + 1
     arguments = ("check", package, "--transformers", tree, "--format")
     github = rewrite(*arguments, "github").out.splitlines()
     assert any(
-        f"products.py,line={edited},endLine={edited},title=rewrite check%2C edited-runtime::" in li for li in github
+        f"packing.py,line={edited},endLine={edited},title=rewrite check%2C edited-runtime::" in li for li in github
     )
     assert any(f"modeling_tiny.py,line={moved},endLine={moved}," in li and "6.0.0 → 6.1.0" in li for li in github)
     sarif = json.loads(rewrite(*arguments, "sarif").out)
@@ -172,7 +176,8 @@ def test_check_reads_and_nothing_else(package: Path, releases: Releases, tmp_pat
 def test_what_is_not_what_the_lock_says(package: Path, releases: Releases, rewrite: CommandLine) -> None:
     tree = releases("6.0.0")
     assert rewrite("check", package, "--transformers", tree, "--full").code == 0
-    (package / "runtime" / "core.py").unlink()
-    assert "runtime/core.py is missing" in rewrite("check", package, "--transformers", tree).out
+    assert rewrite("vendor", package).code == 0
+    (package / "_runtime" / "core" / "backend.py").unlink()
+    assert "_runtime/core/backend.py is missing" in rewrite("check", package, "--transformers", tree).out
     assert rewrite("sync", package, "--transformers", tree).code == 0
     assert rewrite("check", package, "--transformers", tree).code == 0

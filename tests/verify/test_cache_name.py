@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hf_rewrite_runtime.cache.names import passed_on
 
+from hf_rewrite_runtime.cache.names import passed_on
 from rewrite.verify import Options, verify
 
 MODEL = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"

@@ -65,6 +65,7 @@ BUGS = {
     ),
 }  # fmt: skip
 CHECKS = (RUN, KEPT, JOINED, NORMS, BEYOND, HEADS, BEHIND, ROUNDED, STEPS)
+EACH = "decode loop, a step for each token"
 
 
 def options(*checks: str) -> Options:
@@ -85,6 +86,14 @@ def test_a_package_passes(model: str, packages: dict[str, Path]) -> None:
     assert (BEYOND in checks) == (model == "t5")
     assert set(checks.values()) <= {"passed", "not run"}
     assert not [name for name, status in checks.items() if status == "not run" and name in CHECKS]
+
+
+def test_a_model_of_text_and_images_takes_its_steps(tmp_path: Path) -> None:
+    """Its class is called no causal model, and every prompt leaves a tensor on it."""
+    package = generated(tmp_path / "package", "qwen2_5_vl")
+    verdict = verify(upstream("qwen2_5_vl"), package, options(RUN, EACH))
+    checks = {check.name: check.status for gate in verdict.gates[1:] for check in gate.checks}
+    assert checks == {RUN: "passed", EACH: "passed"}
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_rewrite_runtime.decode.loop import GraphLoop
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
+from hf_rewrite_runtime.decode.loop import GraphLoop
 from rewrite.verify import Options
 from rewrite.verify.calls import captured
 from rewrite.verify.generation import loop

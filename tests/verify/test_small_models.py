@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import ClassVar
 
+import numpy
 import pytest
 import torch
 import transformers
 
 from rewrite.errors import VerificationError
-from rewrite.verify.models import configs, model_inputs
+from rewrite.verify.models import configs, inputs, model_inputs
 from rewrite.verify.models.configs import small_variants
 from rewrite.verify.models.tryout import MAX_PARAMETERS, parameter_count
 from rewrite.verify.state import checkpoints
@@ -21,6 +22,7 @@ KINDS = {
     "clip.CLIPModel": ("input_ids", "pixel_values"),
     "dbrx.DbrxForCausalLM": ("input_ids",),
     "dinov2.Dinov2Model": ("pixel_values",),
+    "florence2.Florence2ForConditionalGeneration": ("input_ids",),
     "fuyu.FuyuForCausalLM": ("input_ids",),
     "gemma3.Gemma3ForConditionalGeneration": ("input_ids",),
     "gemma3n.Gemma3nForCausalLM": ("input_ids",),
@@ -142,6 +144,44 @@ def test_a_model_that_reads_a_value_as_it_is_made_is_counted(width):
 def test_a_field_that_counts_steps_is_no_epsilon():
     fields = configs.small_fields({"rms_norm_eps": 1e-6, "num_inference_steps": 10})
     assert fields == {"rms_norm_eps": 1e-3}
+
+
+def test_widths_by_stage_are_divided_by_one_power_of_two():
+    lists = {
+        "embed_dim": [128, 256, 512, 1024],
+        "conv_dim": (512,) * 7,
+        "hidden_sizes": [96, 192, 384, 768],
+        "neck_hidden_sizes": [16, 32, 512],
+        "odd_channels": [333, 512],
+        "hidden_size": 4096,
+        "eos_token_id": [1024, 2048],
+        "image_size": [512, 512],
+        "out_channels": [None, 512],
+    }
+    narrow = {"embed_dim": [16, 32, 64, 128], "conv_dim": [128] * 7, "hidden_sizes": [24, 48, 96, 192]}
+    assert configs._narrow_fields(lists) == narrow
+
+
+def test_lists_of_widths_stay_where_no_model_runs_otherwise():
+    class Whole:
+        def __init__(self, out_channels=(512, 512)):
+            self.out_channels = out_channels
+
+        def to_dict(self):
+            return vars(self)
+
+    assert [one.out_channels for one in configs._candidates(Whole, {}, [])] == [[128, 128], (512, 512), (512, 512)]
+
+
+def test_what_numpy_draws_is_seeded_and_put_back():
+    numpy.random.seed(1)
+    before = numpy.random.get_state()[1].tolist()
+    with inputs.random_state_kept():
+        inputs.seed_all(7)
+        first = numpy.random.rand()
+        inputs.seed_all(7)
+        assert numpy.random.rand() == first
+    assert numpy.random.get_state()[1].tolist() == before
 
 
 def test_a_policy_is_given_its_state_and_noise_in_the_sizes_of_its_configuration():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import math
 from collections.abc import Iterator
 
 import libcst as cst
@@ -11,7 +13,8 @@ from rewrite.analysis.effects import attribute, effects_of
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.syntax.nodes import block_of, bound_names, given_names, parameters
 
-_NUMBER = m.Integer() | m.Float() | m.UnaryOperation(operator=m.Minus(), expression=m.Integer() | m.Float())
+_INTEGER = m.Integer() | m.UnaryOperation(operator=m.Minus(), expression=m.Integer())
+_NUMBER = _INTEGER | m.Float() | m.UnaryOperation(operator=m.Minus(), expression=m.Float())
 _READ = m.Name() | m.Attribute() | m.Subscript()
 _ORDERED = m.ComparisonTarget(operator=m.GreaterThan() | m.LessThan() | m.GreaterThanEqual() | m.LessThanEqual())
 _TENSOR = m.Attribute(value=m.Name("torch"), attr=m.Name("Tensor")) | m.Name("Tensor")
@@ -20,9 +23,20 @@ _TENSOR_METHODS = ("permute", "contiguous", "unsqueeze", "expand", "float")
 _LIMIT = m.Attribute(
     value=m.Call(func=m.Attribute(attr=m.Name("finfo") | m.Name("iinfo"))), attr=m.Name("min") | m.Name("max")
 )
-_LISTED = m.List(
-    elements=[m.Element(value=m.Integer() | m.UnaryOperation(operator=m.Minus(), expression=m.Integer()))]
-)
+_LISTED = m.List(elements=[m.Element(value=_INTEGER)])
+LARGEST = {
+    "torch.float16": 65504.0,
+    "torch.half": 65504.0,
+    "torch.bfloat16": (2 - 2**-7) * 2.0**127,
+    "torch.float32": (2 - 2**-23) * 2.0**127,
+    "torch.float": (2 - 2**-23) * 2.0**127,
+    "torch.float64": math.inf,
+    "torch.double": math.inf,
+}
+"""The largest number of each dtype of floating point."""
+_WHOLE = {f"torch.{name}" for name in ("bool", "int", "int8", "int16", "int32", "int64", "long", "short", "uint8")}
+_MOST = 2**63
+"""Integers from here on are none that a fill takes, whatever its dtype."""
 
 
 def constants(method: cst.FunctionDef, module: Module) -> Iterator[cst.Call | cst.Subscript]:
@@ -145,11 +159,58 @@ def limit(call: cst.Call, module: Module) -> cst.BaseExpression | None:
     return given if given is not None and m.matches(given, _LIMIT) else None
 
 
-def may_overflow(call: cst.Call, module: Module) -> bool:
-    """Whether the number may be beyond the tensor's dtype: the limit of another dtype, which may be fp64."""
+def _is_limit_of_its_dtype(call: cst.Call, module: Module) -> bool:
+    """Whether the number is a limit of the dtype that the tensor has."""
     found = limit(call, module)
-    if found is None or not m.matches(found, m.Attribute(value=m.Call(func=m.Attribute(attr=m.Name("finfo"))))):
+    if found is None:
         return False
     asked = cst.ensure_type(cst.ensure_type(found, cst.Attribute).value, cst.Call).args
-    dtypes = [argument for argument in call.args if argument.keyword is not None and argument.keyword.value == "dtype"]
-    return not any(argument.value.deep_equals(asked[0].value) for argument in dtypes if asked)
+    dtype = dtype_of(call)
+    return dtype is not None and bool(asked) and dtype.deep_equals(asked[0].value)
+
+
+def dtype_of(call: cst.Call) -> cst.BaseExpression | None:
+    """Return what a call gives as `dtype`, None where it gives none."""
+    return next((a.value for a in call.args if a.keyword is not None and a.keyword.value == "dtype"), None)
+
+
+def is_held(call: cst.Call, owner: ClassInfo, module: Module) -> bool:
+    """Whether the number is none that `torch.tensor` makes infinite in its dtype, which a fill refuses.
+
+    A dtype that the text does not name may be the one that holds least. Of integers both refuse the same.
+    """
+    if _is_limit_of_its_dtype(call, module):
+        return True
+    names, dtype = effects_of(module).names, dtype_of(call)
+    named = names.resolved(dtype) if dtype is not None else ""
+    largest = LARGEST.get(named, math.inf if named in _WHOLE else min(LARGEST.values()))
+    numbers = _values(call, owner, module)
+    if dtype is None and all(m.matches(number, _INTEGER) for number in numbers):
+        return True  # of 64 bits
+    return all(m.matches(number, _NUMBER) and _within(number, largest) for number in numbers)
+
+
+def _values(call: cst.Call, owner: ClassInfo, module: Module) -> list[cst.BaseExpression]:
+    """Return what the number may be: what stands there, or what its attribute is assigned."""
+    value = call.args[0].value
+    name = self_attribute(value)
+    return [value] if name is None else list(attribute(owner, name, effects_of(module).names).values)
+
+
+def _is_iinfo(found: cst.BaseExpression | None) -> bool:
+    return found is not None and m.matches(found, m.Attribute(value=m.Call(func=m.Attribute(attr=m.Name("iinfo")))))
+
+
+def _within(number: cst.BaseExpression, largest: float) -> bool:
+    value = ast.literal_eval(cst.Module([]).code_for_node(number))
+    return abs(value) <= largest and (isinstance(value, float) or abs(value) < _MOST)
+
+
+def is_rounded(call: cst.Call, owner: ClassInfo, module: Module) -> bool:
+    """Whether a fill of fp64, which takes every number of Python but large integers, is rounded to the same tensor."""
+    names, dtype = effects_of(module).names, dtype_of(call)
+    keywords = {argument.keyword.value for argument in call.args if argument.keyword is not None}
+    if dtype is None or names.resolved(dtype) not in LARGEST or keywords - {"dtype", "device"}:
+        return False
+    numbers = [value for value in _values(call, owner, module) if m.matches(value, _NUMBER)]
+    return not _is_iinfo(limit(call, module)) and all(_within(number, math.inf) for number in numbers)

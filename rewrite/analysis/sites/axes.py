@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from inspect import signature
 
 from rewrite.analysis.terms.spelling import NONE, Term, constant
 
@@ -47,7 +48,11 @@ class _Reading:
         rule = _RULES.get(term.op)
         if rule is None or not term.args:
             raise NotRegrouped(f"`{term.op or term.value}`")
-        return rule(self, *term.args)
+        try:
+            given = signature(rule).bind(self, *term.args)
+        except TypeError as error:  # arguments that move no dimension, such as `out=`
+            raise NotRegrouped(f"`{term.op}` with more arguments") from error
+        return rule(*given.args)
 
     def size(self, term: Term) -> Axis:
         """Return the factors of a size."""
@@ -149,10 +154,12 @@ class _Reading:
             raise NotRegrouped("a repetition by new dimensions")
         return tuple(self.size(size) + axis for size, axis in zip(sizes, axes, strict=True))
 
-    def repeat_interleave(self, term: Term, times: Term, place: Term = NONE) -> Axes:
+    def repeat_interleave(self, term: Term, times: Term, place: Term = NONE, length: Term = NONE) -> Axes:
         axes = list(self.of(term))
         number = _place(place, len(axes))
         axes[number] = axes[number] + self.size(times)
+        if length != NONE and Counter(self.size(length)) != Counter(axes[number]):  # torch raises where it is another
+            raise NotRegrouped(f"an output size `{length}`")
         return tuple(axes)
 
     def stack(self, tensors: Term, place: Term = _ZERO) -> Axes:

@@ -54,7 +54,7 @@ ARGUMENTS = {
     "permute": ("input", "dims"),
     "pow": ("input", "exponent"),
     "relu": ("input",),
-    "repeat_interleave": ("input", "repeats", "dim"),
+    "repeat_interleave": ("input", "repeats", "dim", "output_size"),
     "reshape": ("input", "shape"),
     "sigmoid": ("input",),
     "size": ("input", "dim"),

@@ -20,7 +20,7 @@ from ..judging.verdict import Figure
 from ..models.counting import uncounted
 from ..models.inputs import Padding, seed_all
 from ..models.model_inputs import SMALL, TEXT, Sizes, make, tensors
-from ..models.workbench import Pair, Workbench, comparable, lent, on_original
+from ..models.workbench import Pair, Workbench, comparable, is_added, lent, on_original
 from .forward import real_rows
 
 if TYPE_CHECKING:
@@ -262,6 +262,7 @@ def _leaves_of(model: Any) -> list[Any]:
     """The modules with weights of their own, but those that another module shares."""
     counts = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     leaves = [module for module in model.modules() if not list(module.children()) and list(module.parameters())]
+    leaves = [module for module in leaves if not is_added(module)]
     return [module for module in leaves if all(counts[id(weight)] == 1 for weight in module.parameters())]
 
 

@@ -72,6 +72,8 @@ class Runs:
             model = build(model_class, variant, implementation, self.dtype, self.bench.options.device)
             if not outputs:
                 initial = {f"initial {name}": value.clone() for name, value in _floating(model.state_dict()).items()}
+                if weights is not None and expected is not None:
+                    weights = self.bench.completed(weights, model, model.state_dict())
                 if weights is None or not _fits(weights, model.state_dict()):
                     randomise(model, self.bench.seed_for("weights", "configuration"))
                     weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -127,7 +129,7 @@ class Runs:
             if expected is not None:
                 steps = any(name.startswith("step.") for name in expected.outputs)
                 return found | (self._step(model) if steps else {})
-            if self.bench.base.inputs == TEXT and self.bench.subject.causal:
+            if self.bench.goes_on:
                 with contextlib.suppress(NotRun):  # a loss of the routing, say, takes no token beside a longer mask
                     found |= on_original(self._step, model)
         return found

@@ -270,5 +270,5 @@ def large_pair(bench: Workbench, variant: Variant) -> Pair:
             side.from_pretrained(bench.options.weights, dtype=dtype).to(bench.options.device).eval()
             for side in (bench.subject.original, bench.subject.rewritten)
         )
-    rewritten.load_state_dict(original.state_dict())
+    rewritten.load_state_dict(bench.completed(original.state_dict(), rewritten, rewritten.state_dict()))
     return Pair(original, rewritten)

@@ -53,6 +53,10 @@ TRIED = {
 """Why a package's loop leaves a plain call to the original's: what it finds out of the model where it tries a step."""
 
 
+class StepDiffers(Mismatch):
+    """The package left its fused step aside, since that computes something else than the model's ordinary one."""
+
+
 def loop_checks(bench: Workbench, variants: list[Variant]) -> Iterator[CheckRun]:
     """The checks of a package that has a decode loop; none for one that has not."""
     if not hasattr(bench.subject.rewritten, SWITCH):
@@ -121,7 +125,7 @@ class Package:
         reasons = sorted({reason for operator, reason in self.backend.fallbacks() if operator == "generate"})
         if "step_differs" in reasons and fused(model):
             text = "the fused decode step computes something else than the model's ordinary step"
-            raise Mismatch(f"{text}, in one of {', '.join(fused_methods(model))}")
+            raise StepDiffers(f"{text}, in one of {', '.join(fused_methods(model))}")
         if reasons:
             details = [line for line in self.store.describe(model) if line.startswith("no graph")]
             raise NotRun(f"the original's loop ran: {'; '.join([', '.join(reasons), *details])}")
@@ -303,7 +307,8 @@ def _steps(bench: Workbench, model: Any, batch: Batch, feed: Tensor, padding: bo
         raise NotRun(str(error)) from error
     except (*package.refusals, package.capture.CaptureFailed) as error:
         if fused(model):
-            raise Mismatch(str(error)) from error
+            differs = isinstance(error, getattr(package.graph, "StepDiffers", ()))
+            raise (StepDiffers if differs else Mismatch)(str(error)) from error
         raise NotRun(str(error)) from error
     return torch.stack(found, 1)
 

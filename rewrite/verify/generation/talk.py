@@ -23,7 +23,6 @@ from ..judging.verdict import Figure
 from ..judging.yardstick import FEW_DRAWS
 from ..models.configs import Variant
 from ..models.inputs import seed_all
-from ..models.model_inputs import TEXT
 from ..models.workbench import Pair, Workbench, on_original
 from .asked import Arguments, Ask, asked, in_prompts, pictured, with_image_tokens
 from .loop import PADS, SWITCH, Package, loop_pair, needless
@@ -49,7 +48,7 @@ def talk_checks(bench: Workbench, of: str = "") -> Iterator[CheckRun]:
         other = Talk(bench, variant)
         yield CheckRun(f"decode loop, a cache that came back, {variant.name}", partial(other.about, _continued))
     encodes = bench.subject.accepts("decoder_input_ids")
-    if bench.subject.causal and bench.base.inputs == TEXT:
+    if bench.goes_on:
         yield CheckRun(f"decode loop{of}, a new cache of the caller's", partial(talk.about, _own_cache))
     if encodes:
         yield CheckRun(f"decode loop{of}, a text behind an encoder that has begun", partial(talk.about, _begun))

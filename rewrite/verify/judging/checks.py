@@ -6,14 +6,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from rewrite.errors import NothingToBuild, SourceDoesNotImport
+from rewrite.errors import NothingToBuild, RewriteError, SourceDoesNotImport
 
-from .compare import Mismatch, NotRun
+from .compare import DoesNotRun, Mismatch, NotRun
 from .patience import NeverEnds, watched
-from .verdict import Check, Figure, Gate, Status
+from .verdict import Check, Failure, Figure, Gate, Status
 
 Progress = Callable[[str], None]
+LIBRARIES = frozenset({"torch", "transformers"})
+"""Folders whose code raises what another's made it raise."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def one_by_one(checks: Iterable[CheckRun], progress: Progress) -> Iterator[Done]
                 result = run_check(check)
         except NeverEnds as why:
             spent = time.perf_counter() - started
-            yield Done(Check(check.name, "failed", str(why), seconds=spent), ends=True, endless=True)
+            yield Done(Check(check.name, "failed", str(why), seconds=spent, failure="raised"), ends=True, endless=True)
             return
         missing = check.essential and result.status == "not run"
         yield Done(result, missing, check.stops and result.status == "failed")
@@ -75,6 +78,7 @@ def run_check(check: CheckRun) -> Check:
     """Run one check; any exception out of the code under test is a failure of that code."""
     started = time.perf_counter()
     status: Status = "passed"
+    failure: Failure = ""
     detail, figures = "", {}
     try:
         figures = dict(check.run())
@@ -82,16 +86,20 @@ def run_check(check: CheckRun) -> Check:
         status, detail = "not run", str(reason)
     except Mismatch as mismatch:
         status, detail, figures = "failed", str(mismatch), mismatch.figures
+        failure = "differs" if figures else "wrong"
     except (NothingToBuild, SourceDoesNotImport):  # no fault of the rewritten file
         raise
+    except (DoesNotRun, RewriteError) as error:
+        status, failure, detail = "failed", "raised", str(error)
     except Exception as error:  # the rewritten file may raise anything; silence would be a pass
-        status, detail = "failed", describe(error)
-    return Check(check.name, status, detail, figures, time.perf_counter() - started)
+        status, failure, detail = "failed", "raised", describe(error)
+    return Check(check.name, status, detail, figures, time.perf_counter() - started, failure)
 
 
 def describe(error: BaseException) -> str:
-    """An exception with the place it came from."""
+    """An exception with the place it came from: the last one that is not in a library."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    own = [frame for frame in frames if not LIBRARIES & {*Path(frame.filename).parts}] or frames
+    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})" if own else ""
     text = " ".join(str(error).split())[:400]
     return f"{type(error).__name__}: {text}{place}"

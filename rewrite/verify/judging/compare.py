@@ -24,6 +24,10 @@ class NotRun(Exception):
     """A check does not apply here; the message says why."""
 
 
+class DoesNotRun(Exception):
+    """The code under test cannot be run at all; the message says why."""
+
+
 class Mismatch(Exception):
     """A check failed: what differs, where, and the figures."""
 
@@ -93,6 +97,23 @@ def measure(name: str, expected: Tensor, found: Tensor) -> Error:
     )
 
 
+def likeness(expected: Tensor, found: Tensor) -> dict[str, Figure]:
+    """What an error alone does not tell apart: the size of a tensor beside the expected one's, and their cosine.
+
+    An error is as large where a tensor is zero as where it is another one. What is not finite is counted apart.
+    """
+    reference, result = expected.detach().double().cpu(), found.detach().double().cpu()
+    finite = reference.isfinite() & result.isfinite()
+    wanted, given = reference[finite], result[finite]
+    sizes = float(wanted.norm()), float(given.norm())
+    product = sizes[0] * sizes[1]
+    return {
+        "size": sizes[1] / max(sizes[0], 1e-30),
+        "cosine": float(wanted @ given) / product if product else 0.0,
+        "not finite": int((~finite).sum()),
+    }
+
+
 def require_same_shape(name: str, expected: Tensor, found: Tensor) -> None:
     """Raise `Mismatch` where an output changed its shape."""
     if expected.shape != found.shape:
@@ -153,6 +174,7 @@ def near_exact(
     worst = max(errors, key=lambda error: error.relative_max)
     rms = max(error.relative_rms for error in errors)
     figures: dict[str, Figure] = {"max": worst.relative_max, "rms": rms, "tensors": len(errors)}
+    loudest = max(errors, key=lambda error: error.relative_rms).name
     text = ""
     if not worst.relative_max <= bound(maximum):
         text = f"relative error {worst.relative_max:.3g} > {bound(maximum):.0e} at {worst.where}"
@@ -160,6 +182,7 @@ def near_exact(
         text = f"relative RMS error {rms:.3g} > {bound('fp64 rms'):.0e} (largest at {worst.where})"
     if not text:
         return figures
+    figures |= likeness(expected[loudest], found[loudest])
     if maximum != "fp64 max" or unrounded is None or not worst.relative_max <= bound("fp32 max"):
         raise Mismatch(text, figures)
     try:

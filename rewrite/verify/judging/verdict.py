@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Status = Literal["passed", "failed", "not run"]
+Failure = Literal["", "differs", "wrong", "raised"]
+"""How a check failed: it ran, and a figure is over its bound; it ran, and what it looks for is not so; it did not run
+to its end."""
 Figure = float | int | str | bool
 GATES = ("structure", "parity", "model", "generation", "latency")
 
@@ -22,7 +25,9 @@ class Options:
     without `others` the main class alone is compared. `reach` counts which lines of the rewritten side ran, unless
     it is `quick`; `configuration` varies the fields that the model reads, one after another, or if `quick` at once.
     `workers` processes run the checks of a gate on a CPU; on a GPU, and with a checkpoint, there is one. `checks` are
-    the names of those to run, with what they cannot do without; all if it is empty.
+    the names of those to run, with what they cannot do without; all if it is empty. `itself` compares the rewritten
+    side's own ways of running with each other too, with random values of parameters that the original does not have.
+    `main_class` is what the main class is called on the rewritten side, where its name is not the original's.
     """
 
     device: str = "cpu"
@@ -42,6 +47,8 @@ class Options:
     configuration: bool = True
     workers: int = 1
     checks: tuple[str, ...] = ()
+    itself: bool = False
+    main_class: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     expected_sites: Mapping[str, int] | None = None
 
@@ -55,6 +62,7 @@ class Check:
     detail: str = ""
     figures: Mapping[str, Figure] = field(default_factory=dict)
     seconds: float = 0.0
+    failure: Failure = ""
 
 
 @dataclass(frozen=True)
@@ -165,6 +173,11 @@ class Verdict:
     def exit_code(self) -> int:
         """0 for a pass, 1 otherwise."""
         return 0 if self.passed else 1
+
+    @property
+    def raised(self) -> tuple[Check, ...]:
+        """The checks that could not run to their end."""
+        return tuple(check for gate in self.gates for check in gate.failures if check.failure == "raised")
 
     @property
     def failed_gate(self) -> Gate | None:

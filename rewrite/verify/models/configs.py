@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from rewrite.errors import VerificationError
 
 from . import small_fields as small
 from .model_inputs import TEXT
-from .sizes import CHOICES, ESSENTIAL, EVERY_KEY, HEAD_DIM, HEADS, OVERRIDES, SMALL, VOCAB, WINDOW
+from .sizes import CHOICES, ESSENTIAL, EVERY_KEY, HEAD_DIM, HEADS, HIDDEN, OVERRIDES, SMALL, VOCAB, WINDOW
 from .tryout import runs_on
 
 __all__ = ["VOCAB", "WINDOW", "Variant", "flipped_fields", "small_fields", "small_variants"]
@@ -36,6 +37,11 @@ PROFILES: tuple[Mapping[str, Any], ...] = (
     {"image_size": 64, "patch_size": 16},
 )
 """What is changed, where a configuration has the field, until a model runs: transformers.md counts the failures."""
+NARROW: Mapping[str, Any] = {"widths by stage": 2 * HIDDEN}
+"""The profile in which lists of widths are divided until no more is left of the largest. Where the other fields have
+to agree with such a list no model runs, and the lists stay as they are."""
+WIDTHS = re.compile(r"(^|_)(dims?|channels?|(hidden|intermediate)_sizes?)(_|$)")
+LEAST_WIDTH = 16
 
 
 @dataclass(frozen=True)
@@ -180,6 +186,8 @@ def _rope_fields(config_class: Any, defaults: Mapping[str, Any]) -> dict[str, An
 
 def _changed(profile: Mapping[str, Any], defaults: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """What a profile changes of a configuration; lists of the kinds of layers repeat until they fit their number."""
+    if profile is NARROW:
+        return _narrow_fields(defaults)
     changed = {name: value for name, value in profile.items() if name in defaults}
     count = changed.get("num_hidden_layers", 0)
     for name in small.LAYER_LISTS if count else ():
@@ -224,6 +232,25 @@ def _list_fields(defaults: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _narrow_fields(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists of the widths of stages or layers, all divided by the same power of two, so that their ratios stay."""
+    fields: dict[str, Any] = {}
+    for name, widths in defaults.items():
+        if WIDTHS.search(name) and isinstance(widths, (list, tuple)) and widths and all(map(_is_width, widths)):
+            factor = 1
+            while max(widths) >= 2 * factor * NARROW["widths by stage"] and all(
+                width % (2 * factor) == 0 and width >= 2 * factor * LEAST_WIDTH for width in widths
+            ):
+                factor *= 2
+            if factor > 1:
+                fields[name] = [width // factor for width in widths]
+    return fields
+
+
+def _is_width(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
 def flipped_fields(defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The switches of a configuration, each away from its default."""
     flipped: dict[str, Any] = {name: not defaults[name] for name in SWITCHES if isinstance(defaults.get(name), bool)}
@@ -253,7 +280,8 @@ def _candidates(config_class: Any, fields: Mapping[str, Any], problems: list[str
     defaults = _defaults(config_class)
     nested = getattr(config_class, "sub_configs", {})
     fewer = {name: value for name, value in fields.items() if name in ESSENTIAL or name in nested}
-    sets: list[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]] = [(fields, PROFILES), (fewer, PROFILES)]
+    sets: list[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]
+    sets = [(fields, (NARROW, *PROFILES)), (fewer, PROFILES)]
     if absent := _absent_parts(config_class, fields):
         sets.append(({**fields, **absent}, PROFILES[:1]))
     if defaults.get("use_cache"):  # without a cache, where the model cannot make one from its configuration

@@ -40,13 +40,15 @@ def _cpu_alone() -> bool:
 
 
 def seed_all(seed: int) -> None:
-    """Seed what a model draws from.
+    """Seed what a model draws from: torch, and numpy, which Wav2Vec2 masks frames with as it trains.
 
     Where there is no GPU, the CPU's generator alone: for those to come `torch.manual_seed` writes down its callers,
     which takes a millisecond.
     """
+    import numpy
     import torch
 
+    numpy.random.seed(seed % (1 << 32))
     if _cpu_alone():
         torch.default_generator.manual_seed(seed)
     else:
@@ -59,11 +61,16 @@ def random_state_kept() -> Iterator[None]:
 
     A process that has not begun to does not begin here: those that are forked from it could use none.
     """
+    import numpy
     import torch
 
     in_use = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    drawn = numpy.random.get_state()
     with torch.random.fork_rng(devices=in_use):
-        yield
+        try:
+            yield
+        finally:
+            numpy.random.set_state(drawn)
 
 
 def tokens(seed: int, vocab: int, batch: int, length: int, device: str) -> Tensor:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from hf_rewrite_runtime.cache.names import NAMES
-
 from rewrite.errors import NothingToBuild, VerificationError
 
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
@@ -24,7 +24,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The class's name, the same on both sides."""
+        """The class's name in the original."""
         return str(self.original.__name__)
 
     @property
@@ -60,22 +60,43 @@ class Subjects:
     others: tuple[Subject, ...]
     missing: tuple[str, ...]
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The classes that have another name in the rewritten file, and that name."""
+        pairs = (self.main, *self.others)
+        return {pair.name: pair.rewritten.__name__ for pair in pairs if pair.rewritten.__name__ != pair.name}
 
-def find_subjects(original: ModuleType, rewritten: ModuleType) -> Subjects:
-    """Pair the model classes of two modeling modules by name.
+
+def find_subjects(original: ModuleType, rewritten: ModuleType, named: str | None = None) -> Subjects:
+    """Pair the model classes of two modeling modules by name; one that was renamed with what is like it.
+
+    Args:
+        original: the module of the original.
+        rewritten: that of the other side.
+        named: what the main class is called there, where nothing shows it.
 
     Raises:
         NothingToBuild: the original defines no model that can be built.
-        VerificationError: the other side lacks its main class.
+        VerificationError: the other side lacks its main class, or what is said to be it.
     """
     classes = model_classes(original)
     if not classes:
         raise NothingToBuild(original.__name__)
     main = _main_class(classes)
-    pairs = [Subject(cls, getattr(rewritten, cls.__name__, None), _is_causal(cls)) for cls in classes]
+    there = {cls: getattr(rewritten, cls.__name__, None) for cls in classes}
+    if named is not None:
+        there[main] = getattr(rewritten, named, None)
+        if there[main] not in model_classes(rewritten):
+            raise VerificationError(f"{rewritten.__name__} defines no model class {named}.")
+    new = [
+        cls for cls in model_classes(rewritten) if cls not in there.values() and not hasattr(original, cls.__name__)
+    ]
+    there |= {cls: _renamed(cls, new) for cls, other in there.items() if other is None}
+    pairs = [Subject(cls, other, _is_causal(cls)) for cls, other in there.items()]
     missing = tuple(pair.name for pair in pairs if pair.rewritten is None)
     if main.__name__ in missing:
-        raise VerificationError(f"{rewritten.__name__} does not define {main.__name__}.")
+        found = f": it may be {' or '.join(cls.__name__ for cls in new)}, say which (--class NAME)" if new else "."
+        raise VerificationError(f"{rewritten.__name__} does not define {main.__name__}{found}")
     others = tuple(pair for pair in pairs if pair.original is not main and pair.name not in missing)
     return Subjects(next(pair for pair in pairs if pair.original is main), others, missing)
 
@@ -84,6 +105,21 @@ def paired(original: ModuleType, rewritten: ModuleType) -> list[Subject]:
     """Every model class that both modules define."""
     classes = [cls for cls in model_classes(original) if hasattr(rewritten, cls.__name__)]
     return [Subject(cls, getattr(rewritten, cls.__name__), _is_causal(cls)) for cls in classes]
+
+
+def _renamed(cls: Any, new: Iterable[Any]) -> Any | None:
+    """Return the class among those of other names that is like a class of the original, None where it is not one.
+
+    It is built from the same configuration, generates or does not, and takes the same arguments or more.
+    """
+
+    def like(other: Any) -> bool:
+        same_configuration = other.config_class.__name__ == cls.config_class.__name__
+        takes, given = (set(inspect.signature(side.forward).parameters) for side in (cls, other))
+        return same_configuration and _can_generate(other) == _can_generate(cls) and takes <= given
+
+    found = [other for other in new if like(other)]
+    return found[0] if len(found) == 1 else None
 
 
 def model_classes(module: ModuleType) -> list[Any]:

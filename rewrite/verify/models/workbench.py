@@ -8,12 +8,12 @@ import inspect
 import json
 import textwrap
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..judging.compare import NotRun
+from ..judging.compare import Mismatch, NotRun, near_exact
 from ..judging.patience import of_original
 from ..judging.record import Record
 from ..judging.verdict import ConfigField, Options
@@ -21,12 +21,15 @@ from .configs import Variant
 from .counting import uncounted
 from .indices import asked_first
 from .inputs import random_state_kept, seed_all
+from .model_inputs import TEXT, make, tensors
 from .rounding import Rounding
 from .subjects import Subject
 
 Result = TypeVar("Result")
 LARGE = 2_000_000
 """Parameters of a model that is built once a check, and not once an argument (RoCBert: 600 s and more)."""
+ADDED = "_added_by_an_edit"
+"""Set on parameters that the original does not have: what changes the weights of both models leaves them alone."""
 KEPT_NAMES = ("A_log", "dt_bias", "inv_freq", "position_ids")
 
 
@@ -56,12 +59,21 @@ class Workbench:
     record: Record = field(default_factory=Record)
     """Which arguments were given and which outputs compared, of all classes together."""
     _weights: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _first: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What the rewritten class begins with, where it has parameters that the original does not have."""
+    _zeros: bool | None = None
+    """Whether such parameters are zeros, or what the class begins with."""
     _pairs: dict[tuple[str, str, str], Pair] = field(default_factory=dict)
 
     @property
     def base(self) -> Variant:
         """The variant that every check runs on."""
         return self.variants[0]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the class goes on with a text, and text alone is what it is fed."""
+        return self.subject.writes and self.base.inputs == TEXT
 
     @property
     def large(self) -> bool:
@@ -88,11 +100,44 @@ class Workbench:
             on_original(build, self.subject.original, variant, implementation, dtype, self.options.device),
             build(self.subject.rewritten, variant, implementation, dtype, self.options.device),
         )
-        for model in (pair.original, pair.rewritten):
-            model.load_state_dict(self.weights(variant))
+        pair.original.load_state_dict(self.weights(variant))
+        self.load(pair.rewritten, variant)
         if self.rounding is not None:
             self.rounding.apply(pair.original, pair.rewritten)
         return pair
+
+    def load(self, rewritten: Any, variant: Variant) -> None:
+        """Give a rewritten model the original's weights; parameters that an edit added are as good as not there."""
+        if variant.name not in self._first and rewritten.state_dict().keys() - self.weights(variant).keys():
+            with random_state_kept():
+                seed_all(self.seed_for("new parameters", variant.name))
+                model = build(self.subject.rewritten, variant, "eager", "float32", "cpu")
+            self._first[variant.name] = model.state_dict()
+        first = self._first.get(variant.name, rewritten.state_dict())
+        rewritten.load_state_dict(self.completed(self.weights(variant), rewritten, first))
+        for name, parameter in rewritten.named_parameters():
+            if name not in self.weights(variant):
+                setattr(parameter, ADDED, True)
+
+    def completed(self, weights: Mapping[str, Any], rewritten: Any, first: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The weights that a rewritten model has, with neutral values of what the original does not have.
+
+        Args:
+            weights: those of the original.
+            rewritten: the model.
+            first: the values that its class begins with.
+        """
+        state = rewritten.state_dict()
+        if state.keys() == weights.keys():
+            return weights
+        new = {name: first[name].bfloat16().to(first[name]) for name in state.keys() - weights.keys()}
+        if new and self._zeros is None:
+            self._zeros = True  # while it is tried
+            self._zeros = zeros_are_neutral(self)
+        if self._zeros:
+            learned = {name for name, _ in rewritten.named_parameters()}
+            new |= {name: value * 0 for name, value in new.items() if name in learned}
+        return {**{name: weights[name] for name in state.keys() & weights.keys()}, **new}
 
     def plain_original(self, variant: Variant, implementation: str, dtype: str) -> Any:
         """The original as it is, also where the rewritten side rounds."""
@@ -119,14 +164,26 @@ class Workbench:
         return list(dict.fromkeys(["float32", self.options.dtype, "float16"]))
 
 
+def is_added(module: Any) -> bool:
+    """Whether a module has parameters of its own, and the original none of them."""
+    own = list(module.parameters(recurse=False))
+    return bool(own) and all(hasattr(parameter, ADDED) for parameter in own)
+
+
+def added(model: Any) -> dict[str, Any]:
+    """The parameters of a model that the original does not have, by name."""
+    return {name: value for name, value in model.named_parameters() if hasattr(value, ADDED)}
+
+
 def comparable(bench: Workbench) -> bool:
     """Whether what this version's runtime does with the original has to be what the package does with its model.
 
-    A package of another version may know less, and one that rounds on request computes something else.
+    A package of another version may know less, and one that rounds on request computes something else. One that is
+    compared with itself says nothing of the original.
     """
     from rewrite import __version__
 
-    if bench.rounding is not None:
+    if bench.rounding is not None or bench.subject.original is bench.subject.rewritten:
         return False
     lock = lock_of(bench)
     return bool(lock) and lock["tool"]["version"] == __version__
@@ -187,6 +244,25 @@ def attempted(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
 
 def _first_line(error: Exception) -> str:
     return textwrap.shorten((str(error).strip().splitlines() or [""])[0], 200, placeholder=" …")
+
+
+def zeros_are_neutral(bench: Workbench) -> bool:
+    """Whether a branch of parameters that the original does not have adds nothing where they are zeros.
+
+    Else they are what the class begins with, as the ones of a scale.
+    """
+    import torch
+
+    pair = bench.fresh(bench.base, bench.implementations()[0], "float32")
+    made = make(bench.base.inputs, pair.original.config, 2, bench.seed_for("new parameters"), torch.float32)
+    arguments = {name: value.to(bench.options.device) for name, value in made.items()}
+    with torch.no_grad():
+        expected = tensors(on_original(pair.original, **arguments))
+        try:
+            near_exact(expected, tensors(pair.rewritten(**arguments)), "fp32 max")
+        except Mismatch:
+            return False
+    return True
 
 
 def build(model_class: Any, variant: Variant, implementation: str, dtype: str, device: str) -> Any:

@@ -18,7 +18,6 @@ from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
 from ..judging.verdict import Figure
 from ..models.inputs import prompt
-from ..models.model_inputs import TEXT
 from ..models.workbench import Pair, Workbench, lock_of, on_original
 from .runtime import STEP, called
 
@@ -82,7 +81,7 @@ def _used(bench: Workbench, model: Any) -> None:
     import torch
 
     called(bench, model)
-    if hasattr(model, STEP) and bench.subject.causal and bench.base.inputs == TEXT:
+    if hasattr(model, STEP) and bench.goes_on:
         setattr(model, STEP, True)
         ids = prompt(bench.seed_for("forms"), bench.base.vocab_size, 2, 9, "none", bench.options.device).input_ids
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)

@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_rewrite_runtime.cache.names import argument_of, given_back
-
 from rewrite.measure.runtime_part import has_runtime, runtime_part
 
 from ..judging.checks import CheckRun
@@ -92,7 +91,7 @@ def called(bench: Workbench, model: Any) -> int:
     given = {name: value.to(bench.options.device) for name, value in given.items()}
     with torch.no_grad():
         cache = given_back(model(**given))
-        if cache is None or not bench.subject.causal:
+        if cache is None or not bench.goes_on:
             return 1
         model(input_ids=given["input_ids"][:, :1], **{argument_of(model): cache})
     return 2
@@ -137,9 +136,9 @@ def _used(bench: Workbench, model_class: Any) -> Any:
     import torch
 
     model = build(model_class, bench.base, bench.implementations()[0], "float32", bench.options.device)
-    model.load_state_dict(bench.weights(bench.base))
+    bench.load(model, bench.base)
     called(bench, model)
-    if hasattr(model_class, STEP) and bench.subject.causal:
+    if hasattr(model_class, STEP) and bench.goes_on:
         setattr(model, STEP, True)
         ids = torch.full((1, 5), 7, device=bench.options.device)
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)

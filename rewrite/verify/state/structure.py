@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from ..judging.checks import CheckRun
-from ..judging.compare import Mismatch, NotRun
+from ..judging.compare import DoesNotRun, Mismatch, NotRun
 from ..judging.verdict import Figure, Options
 from ..models.model_inputs import make
 from ..models.sides import Source
@@ -40,7 +40,7 @@ def _parses(source: Source) -> Mapping[str, Figure]:
         try:
             ast.parse(file.read_text("utf-8"), str(file))
         except SyntaxError as error:
-            raise Mismatch(f"{file.name}:{error.lineno}: {error.msg}") from error
+            raise DoesNotRun(f"{file.name}:{error.lineno} does not parse: {error.msg}") from error
     return {"files": len(files)}
 
 
@@ -88,7 +88,10 @@ def class_checks(subjects: Subjects, rewritten: ModuleType) -> Iterator[CheckRun
 
 def _classes(subjects: Subjects, rewritten: ModuleType) -> Mapping[str, Figure]:
     if subjects.missing:
-        raise Mismatch(f"{rewritten.__name__} lacks {', '.join(subjects.missing)}")
+        raise Mismatch(f"the rewritten file lacks {', '.join(subjects.missing)}")
+    if subjects.renamed:
+        said = ", ".join(f"{name} is called {new}" for name, new in subjects.renamed.items())
+        raise Mismatch(f"in the rewritten file {said}")
     for subject in (subjects.main, *subjects.others):
         if subject.rewritten.__module__ != rewritten.__name__:
             raise Mismatch(f"{subject.name} is defined in {subject.rewritten.__module__}, not in the rewritten file")

@@ -13,7 +13,7 @@ from ..judging.tolerances import bound
 from ..judging.verdict import Figure
 from ..models.configs import WINDOW, Variant
 from ..models.inputs import Batch, seed_all
-from ..models.workbench import Pair, Workbench, on_original
+from ..models.workbench import ADDED, Pair, Workbench, added, is_added, on_original
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,7 +154,8 @@ def _plain(model: Any, setting: Setting) -> Tensor:
 def _linears(model: Any) -> list[tuple[str, Any]]:
     import torch
 
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    modules = ((name, module) for name, module in model.named_modules() if not is_added(module))
+    return [(name, module) for name, module in modules if isinstance(module, torch.nn.Linear)]
 
 
 def _noise(parameter: Any, number: int) -> Tensor:
@@ -165,20 +166,20 @@ def _noise(parameter: Any, number: int) -> Tensor:
 
 
 def _in_place(model: Any) -> None:
-    for number, parameter in enumerate(model.parameters()):
+    for number, parameter in enumerate(p for p in model.parameters() if not hasattr(p, ADDED)):
         parameter.add_(_noise(parameter, number))
 
 
 def _data(model: Any) -> None:
-    for number, parameter in enumerate(model.parameters()):
+    for number, parameter in enumerate(p for p in model.parameters() if not hasattr(p, ADDED)):
         parameter.data = parameter.data + _noise(parameter, number)
 
 
 def _loaded(model: Any) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    for number, (name, value) in enumerate(sorted(state.items())):
-        if value.is_floating_point() and name.endswith("weight"):
-            state[name] = value + _noise(value, value.numel() + value.shape[0] + 0 * number)
+    for name in state.keys() - added(model).keys():
+        if state[name].is_floating_point() and name.endswith("weight"):
+            state[name] = state[name] + _noise(state[name], state[name].numel() + state[name].shape[0])
     model.load_state_dict(state)
 
 
