@@ -80,8 +80,11 @@ def module_of(name: str) -> str | None:
 
 
 def arrows(files: Mapping[str, Path], for_types: bool = True) -> dict[str, set[str]]:
-    """Return which modules each module imports."""
-    found = {name: {module_of(target) for target in imported(path, for_types)} for name, path in files.items()}
+    """Return which modules each module imports; what the runtime offers by name is imported when it is asked for."""
+    found = {
+        name: {module_of(target) for target in imported(path, for_types and name != "runtime")}
+        for name, path in files.items()
+    }
     return {name: {target for target in targets if target is not None} - {name} for name, targets in found.items()}
 
 
