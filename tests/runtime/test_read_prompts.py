@@ -16,7 +16,7 @@ from rewrite.engine.build import build
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
 from rewrite.runtime.attention.attend_step import attend_step
-from rewrite.runtime.cache.names import argument_of
+from rewrite.runtime.cache.names import argument_of, passed_on
 from rewrite.runtime.cache.preallocated import PreallocatedCache, decodes, needs_no_mask
 from rewrite.runtime.core.fastest import choose
 from rewrite.runtime.core.reading import NoPromptForm, Reading, current, of, refuse
@@ -249,22 +249,24 @@ def test_a_form_that_is_refused_takes_its_memory_pool_with_it(
     def handle() -> object:
         return object()
 
-    distance = part._distance
+    judge = part.Yardstick.judge
 
-    def far_at_first(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    def far_at_first(yardstick: Any, found: dict[str, torch.Tensor]) -> Any:
         refused.append(1)
-        return 1.0 if len(refused) == 1 else distance(found, expected)
+        verdict = judge(yardstick, found)
+        return verdict._replace(distance=1.0) if len(refused) == 1 else verdict
 
     monkeypatch.setattr(part, "capture", captured)
-    monkeypatch.setattr(part, "_distance", far_at_first)
+    monkeypatch.setattr(part.Yardstick, "judge", far_at_first)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", handle)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     graph = runtime.DecodeGraph(ours, batch_size=1, capacity=384)
     graph.prompts._captures = graph.captures = True
+    given = {passed_on(): graph.cache}
     for tokens in (37, 200):
         graph.prompts.read(
             graph.cache, prompt(1, tokens), -(-tokens // 128) * 128, graph._find_pool,
-            lambda tokens=tokens: ours(prompt(1, tokens)).logits[:, -1], lambda run: None,
+            lambda tokens=tokens: ours(prompt(1, tokens), **given).logits[:, -1], lambda run: None,
         )  # fmt: skip
     assert graph.prompts.lengths == [128, 256]
     assert pools[0] is not pools[1]
