@@ -39,7 +39,7 @@ REASONS = {
     "compile_config": "the call asks for torch.compile",
     "no_cache": "the call goes without a cache",
     "cache_implementation": "the call asks for a kind of cache",
-    "cache_kind": "the cache, or a layer of it, is of no class that the loop knows, has a field that it does not carry "
+    "cache_kind": "the cache, or a layer of it, is of no class that the loop knows, holds what it does not carry "
     "(a mode, a method of the caller's), has no fixed size, or lacks what is asked",
     "cache_contents": "the cache to continue has another batch size, device or dtype, or layers that hold less than "
     "the model reads",
