@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer, EncoderDecoderCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -21,6 +23,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from ..cache import names, states
+from ..cache.fields import is_known, is_whole
 from ..cache.nested import UnknownState
 from ..cache.own import made_by, own_cache_of, own_tensors
 from ..core import backend
@@ -308,13 +311,16 @@ def _unfit_cache(model: Any, call: Call) -> str | None:
         return None  # nothing is in it
     if kind is not None and isinstance(cache, kind):
         return None  # it goes to the model as it is
-    if type(cache) is not (own or DynamicCache) or cache.offloading:
+    given = call.inputs.get(call.cache_name)
+    if type(cache) is not (own or DynamicCache) or not is_known(given):
+        return "cache_kind"
+    if isinstance(given, EncoderDecoderCache) and not knows_both(model):
         return "cache_kind"
     if not cache.layers and carries(model) and own is None:
         return "cache_kind"  # its first layer would be one that the model does not write
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     lengths = {layer.get_seq_length() for layer in layers}
-    held = [layer.keys for layer in layers if layer.keys is not None and layer.keys.numel()]
+    held = [tensor for layer in layers if layer.keys is not None for tensor in (layer.keys, layer.values)]
     if STATES:
         held += states.tensors(cache.layers)
     if CARRIED and own is not None:
@@ -324,24 +330,48 @@ def _unfit_cache(model: Any, call: Call) -> str | None:
             return "cache_kind"
         if elsewhere or cache.get_seq_length() != length_of(cache):
             return "cache_contents"
-    if len(lengths - {0}) > 1 or any(tensor.shape[0] != batch or tensor.device != model.device for tensor in held):
+    rows = {len(tensor) for tensor in held if tensor.numel()}
+    if len(lengths - {0}) > 1 or rows - {batch} or not all(map(is_whole, layers)):
+        return "cache_contents"
+    if any(type(tensor) is not Tensor or tensor.device != model.device for tensor in held):
         return "cache_contents"
     seen = length_of(cache) + call.input_ids.shape[1] + call.steps - 1
-    return "window" if seen > unmasked_window(model, cache) else None
+    return "window" if seen > unmasked_window(model, cache, seen) else None
 
 
-def unmasked_window(model: Any, cache: DynamicCache) -> float:
-    """Return how many tokens a cache may hold until it forgets some that no mask of the model would hide."""
+def unmasked_window(model: Any, cache: DynamicCache, seen: int = 0) -> float:
+    """Return how many tokens a cache may hold until it forgets some that no mask of the model would hide.
+
+    Args:
+        model: whose masks hide what its configuration says.
+        cache: of the model, or of its caller.
+        seen: tokens that no window hides if it is as wide; they are not asked for what the masks do.
+    """
+    windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
     if not getattr(model, "_within_window", False):
-        return math.inf
-    windows = (layer.sliding_window for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer))
-    return min(windows, default=math.inf)
+        masked = _masked_windows(model) if any(window and window < seen for window in windows) else windows
+        windows = [window for window, hidden in zip_longest(windows, masked) if window != hidden]
+    return min((window for window in windows if window is not None), default=math.inf)
+
+
+def _masked_windows(model: Any) -> list[int | None]:
+    """Return the window of each layer that the configuration gives one to."""
+    try:
+        layers = DynamicCache(config=_text_config(model)).layers
+    except AttributeError:  # a model of several stacks has no single number of layers
+        return []
+    return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
 def length_of(cache: Any) -> int:
     """Return how many tokens a cache holds, as far as its layers tell; 0 where there is none, or it has no layers."""
     layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, CacheLayerMixin)]
     return max((layer.get_seq_length() for layer in layers), default=0)
+
+
+def knows_both(model: Any) -> bool:
+    """Return whether the file of a model knows caches that also hold what an encoder found."""
+    return "EncoderDecoderCache" in vars(sys.modules[type(model.base_model).__module__])
 
 
 def keeps_cache(call: Call) -> bool:
