@@ -23,7 +23,6 @@ from ..cache.nested import UnknownState
 from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed
 from ..core.compile_ahead import CompilerLoading, taking_turns
-from ..core.local import is_local
 from ..core.target import CHANGES, GROWS, INPUTS, SPECULATION
 from .alignment import Alignment, aligns
 from .arrival import Arrival
@@ -135,8 +134,9 @@ class GraphLoop:
             raise self._refuse(graph, "step_changes", error=error) from error
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
-        if is_new:
-            self.store.settle(self.model, graph)
+        finally:
+            if is_new:
+                self.store.settle(self.model, graph)
 
     def _proved(self, graph: DecodeGraph, tokens: Tensor, assistant: Any = None) -> Program:
         """Return the graph of a step that has been compared with the model's, of the tokens `[B]` that come next."""
@@ -189,8 +189,7 @@ class GraphLoop:
             raise Unfit("cache_kind") from error
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
-        watched = (module for module in self.model.modules() if backend.observed(module))
-        graph.cache.fused = all(is_local(module) for module in watched)
+        graph.cache.fused = self.store.is_fused(self.model)
         graph.cache.load(self.dynamic)
         return graph
 
