@@ -49,6 +49,9 @@ class CodeGuard:
         self._places: dict[int, tuple[str, dict[str, Any], set[str]]] = {}
         """By the id of a module's dictionary: the module's name, the dictionary, and which names are read."""
         self._mappings: dict[int, Mapping[Any, Any]] = {}
+        """Dictionaries of classes, and of objects that are mappings, by their ids: compared whole."""
+        self._tables: dict[int, dict[Any, Any]] = {}
+        """What a process adds to as it goes: what is there stays, and nothing is added under `chosen`."""
         self._entries: list[tuple[str, str, Any]] = []
         """What mappings hold under `chosen`: the module that reads it, the place, the value."""
         self._seen: set[int] = set()
@@ -61,12 +64,16 @@ class CodeGuard:
         self._read: list[tuple[Callable[[Any], Any], dict[str, Any]]] = [
             (itemgetter(*sorted(names)), held) for _, held, names in self._places.values() if names
         ]
+        self._read += [(itemgetter(*table), table) for table in self._tables.values() if table]
+        self._absent = [(table, name) for table in self._tables.values() for name in chosen - table.keys()]
         self._values = self._now()
         self._others: list[str] | None = None
 
     def is_current(self) -> bool:
         """Return whether all of it is what it was."""
         try:
+            if any(name in table for table, name in self._absent):
+                return False
             return self._live == self._then and self._now() == self._values
         except (KeyError, RuntimeError, ValueError, TypeError):
             return False
@@ -162,10 +169,16 @@ class CodeGuard:
                 found.append(held[name])
         return found
 
+    def _add_dictionary(self, held: dict[Any, Any]) -> None:
+        if type(held).__getitem__ is dict.__getitem__:
+            self._tables.setdefault(id(held), held)
+        else:  # may make what it is asked for
+            self._mappings.setdefault(id(held), held)
+
     def _see_mapping(self, mapping: Mapping[Any, Any], module: str, place: str) -> None:
         """Remember a mapping: its entries, or the dictionaries in which an object of another class holds them."""
         if isinstance(mapping, dict):
-            self._mappings.setdefault(id(mapping), mapping)
+            self._add_dictionary(mapping)
         else:
             own: list[Mapping[str, Any]] = [vars(mapping)] if hasattr(mapping, "__dict__") else []
             for above in type(mapping).__mro__[:-1]:
@@ -175,7 +188,7 @@ class CodeGuard:
                 self._mappings.setdefault(id(held), held)
                 for inner in held.values():
                     if isinstance(inner, dict):
-                        self._mappings.setdefault(id(inner), inner)
+                        self._add_dictionary(inner)
         for name in sorted(self._chosen):
             if name in mapping:
                 self._entries.append((module, f"{place}[{name!r}]", mapping[name]))

@@ -118,11 +118,11 @@ class Snapshot:
     @property
     def attributes(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Every dictionary of attributes, parameters, buffers, parts and hooks, each with what it held."""
-        pairs = [*zip(self._states, self._copies, strict=True), *zip(self._filled, self._entries, strict=True)]
-        pairs += [(registry, {}) for registry in self._empty]
-        for owner, then in self._one_by_one:
-            pairs.append((vars(owner()), {name: _strongly(value) for name, value in then.items()}))
-        return pairs
+        pairs = [*zip(self._states, self._copies, strict=True)]
+        pairs += [(vars(owner()), then) for owner, then in self._one_by_one]
+        held = [(now, {n: _strongly(v) for n, v in then.items() if n not in REGISTRIES}) for now, then in pairs]
+        registries = [*zip(self._filled, self._entries, strict=True), *((registry, {}) for registry in self._empty)]
+        return [*held, *registries]
 
     def left_since(self) -> frozenset[str]:
         """Return which attributes of modules have other tensors or plain values now, or were not there."""
