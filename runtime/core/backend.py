@@ -31,6 +31,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from . import aiter_probe, launch
 from .place import NAMESPACE
+from .provenance import runs_as_written
 from .target import ROCM
 
 BACKENDS = ("auto", "reference", "triton", "aiter")
@@ -230,7 +231,7 @@ def observed(module: nn.Module) -> bool:
     """Return whether something outside the module takes part in its call, so that the call itself has to be made.
 
     That is a hook of any kind (its own or torch's global ones), a `forward` set on the instance (accelerate's
-    offloading and hub kernels do this) or a parametrised weight.
+    offloading and hub kernels do this), one that is not written in its class (`provenance`) or a parametrised weight.
     """
     return bool(
         module._forward_hooks
@@ -238,6 +239,7 @@ def observed(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or _wrapped(module)
+        or not runs_as_written(type(module))
         or "parametrizations" in module._modules
         or _has_any_global_hook()
     )

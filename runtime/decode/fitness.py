@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,8 @@ from ..cache.nested import UnknownState
 from ..cache.own import made_by, own_cache_of, own_tensors
 from ..core import backend
 from ..core.local import is_local
+from ..core.process import is_watched
+from ..core.provenance import home_of, is_runtime, is_written, plain
 from ..core.target import CARRIED, INPUTS, RANKS, STATES
 from .carried import are_handed_on, argument_of_states, carries, class_of_states
 from .policy import policy_of
@@ -50,6 +53,16 @@ _KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria, EosTo
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 _NOT_FOR_THE_MODEL = {"tokenizer", "assistant_tokenizer", "assistant_model", "inputs_tensor"}
 _OWN_INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+_LOOP = {"_sample", "_prefill"} | {
+    name
+    for name in inspect.unwrap(GenerationMixin._sample).__code__.co_names
+    if name[:2] != "__" and callable(getattr(GenerationMixin, name, None))
+} - {*_OWN_INPUTS}  # fmt: skip
+"""Methods that the loop here stands for, beside those that say what a step is given."""
+_DRAFTS = ("_assisted_decoding", "_get_candidate_generator")
+_HOME = GenerationMixin.__module__
+_written: dict[tuple[str, Any], bool] = {}
+"""Whether a function is transformers' own method of that name."""
 
 
 def recomputes_at_switch(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,15 +177,14 @@ def assists(assistant: Any, model: Any, without_graph: bool) -> bool:
     """Return whether the loop here can let `assistant` draft for `model`, whose tokens have to be the same ones."""
     same = assistant is not model and assistant.device == model.device
     vocabularies = {_text_config(one).vocab_size for one in (model, assistant)}
-    own = any(_overrides(type(assistant), name) for name in _OWN_INPUTS)
     split = getattr(assistant, "_tp_size", None)
     return (
         same
-        and not own
+        and not own_steps(assistant)
         and not split
         and not carries(assistant)
         and len(vocabularies) == 1
-        and _unfit_model(assistant, without_graph) is None
+        and (_unfit_model(assistant, without_graph) or unfit_modules(assistant)) is None
     )
 
 
@@ -197,6 +209,8 @@ def lookup_of(model: Any, call: Call, assistant: Any = None) -> Lookup | str:
         return "drafts_for_states"
     if STATES and any(states.is_stateful(layer) for layer in getattr(call.cache, "layers", ())):
         return "drafts_for_states"
+    if any(_overrides(model, name) for name in _DRAFTS):
+        return "drafted"
     if has_own_inputs(model, call):
         return "drafts_for_inputs"
     if policy_of(model).fewest_tokens > 1:
@@ -209,13 +223,21 @@ def can_watch() -> bool:
     return "next_sequence_length" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 
 
+def own_steps(model: Any) -> bool:
+    """Return whether a model, its class or transformers' has another way from one step's inputs to the next."""
+    return any(_overrides(model, name) for name in _OWN_INPUTS)
+
+
 def has_own_inputs(model: Any, call: Call) -> bool:
     """Return whether a step is given more than tokens, a 2D mask and position ids, or in a way of the model's own."""
-    own = any(_overrides(type(model), name) for name in _OWN_INPUTS)
-    return own or call.cache_name != names.passed_on() or not set(call.inputs) <= {call.cache_name, *_KNOWN_INPUTS}
+    return (
+        own_steps(model)
+        or call.cache_name != names.passed_on()
+        or not set(call.inputs) <= {call.cache_name, *_KNOWN_INPUTS}
+    )
 
 
-def unfit(model: Any, call: Call, without_graph: bool, ranks: Any = None) -> str | None:
+def unfit(model: Any, call: Call, without_graph: bool, ranks: Any = None, fits: bool = False) -> str | None:
     """Return why `call` cannot take the graph's loop, a key of `reasons.REASONS`; None if it can try.
 
     Args:
@@ -224,6 +246,7 @@ def unfit(model: Any, call: Call, without_graph: bool, ranks: Any = None) -> str
         without_graph: whether a CPU will do.
         ranks: the `Ranks` that share the model; why they cannot go on, a key of `reasons.REASONS`; None for a model
             that is not dealt.
+        fits: whether the modules were looked through, as they are now.
     """
     if isinstance(ranks, str):
         return ranks
@@ -231,7 +254,8 @@ def unfit(model: Any, call: Call, without_graph: bool, ranks: Any = None) -> str
         return "several_devices" if RANKS else "ranks_left_out"
     if ranks is not None and any(isinstance(criterion, MaxTimeCriteria) for criterion in call.criteria):
         return "clocks"
-    return _unfit_model(model, without_graph) or _unfit_call(model, call) or _unfit_inputs(model, call)
+    reason = _unfit_model(model, without_graph) or (None if fits else unfit_modules(model))
+    return reason or _unfit_call(model, call) or _unfit_inputs(model, call)
 
 
 def _unfit_model(model: Any, without_graph: bool) -> str | None:
@@ -247,14 +271,23 @@ def _unfit_model(model: Any, without_graph: bool) -> str | None:
         return "autocast"
     if torch.compiler.is_compiling() or model._compiled_call_impl is not None:
         return "compiled"
-    if any(_overrides(type(model), name) for name in ("_prefill", *(() if can_watch() else _OWN_INPUTS))):
+    if is_watched():
+        return "watched"
+    if torch.nn.modules.module._has_any_global_hook():
+        return "observed"
+    if any(_overrides(model, name) for name in _LOOP) or (not can_watch() and own_steps(model)):
         return "own_loop"
-    if _makes_cache(type(model)):
+    if _makes_cache(model):
         return "own_loop"
     if CARRIED and argument_of_states(model) and not are_handed_on(model):
         return "states_stay"
     if _text_config(model)._attn_implementation not in ("eager", "sdpa"):
         return "attention_implementation"
+    return None
+
+
+def unfit_modules(model: Any) -> str | None:
+    """Return why the modules of a model, looked through one by one, speak against a graph; None if they do not."""
     if any(_depends_on_length(module) for module in model.modules()):
         return "rope_depends_on_length"
     return "observed" if any(_watched(module) for module in model.modules()) else None
@@ -436,17 +469,35 @@ def _depends_on_length(module: nn.Module) -> bool:
     return any(kind in ("dynamic", "longrope") for kind in kinds)
 
 
-def _overrides(model_class: type, name: str) -> bool:
-    inherited, found = getattr(GenerationMixin, name, None), inspect.getattr_static(model_class, name)
-    same = inherited in (None, found, getattr(found, "__wrapped__", None))  # the loop's mixin wraps one
-    return not same and not getattr(found, "_recomputes_at_switch", False)
+def _overrides(model: Any, name: str) -> bool:
+    """Return whether a method of transformers' loop is another one: the instance's, its class's, the mixin's own."""
+    if name not in vars(GenerationMixin):
+        return False
+    found = vars(model).get(name)
+    found = plain(getattr(type(model), name) if found is None else found)
+    if not _is_of_mixin(name, vars(GenerationMixin)[name]):
+        return True
+    ours = isinstance(found, FunctionType) and is_runtime(home_of(found)) and "__wrapped__" not in vars(found)
+    return not (ours or _is_of_mixin(name, found) or getattr(found, "_recomputes_at_switch", False))
 
 
-def _makes_cache(model_class: type) -> bool:
-    """Return whether a class makes its cache in a way that is not transformers' with something added."""
+def _is_of_mixin(name: str, function: Any) -> bool:
+    """Return whether a function is the one that is written in transformers' mixin, or ours around it."""
+    known = _written.get((name, function))
+    if known is None:
+        known = is_written(function, _HOME, f"{GenerationMixin.__name__}.{name}")
+        if known:
+            _written[name, function] = known
+    return known
+
+
+def _makes_cache(model: Any) -> bool:
+    """Return whether a model makes its cache in a way that is not transformers' with something added."""
     name = "_prepare_cache_for_generation"
-    used = getattr(inspect.getattr_static(model_class, name, None), "__code__", None)
-    return _overrides(model_class, name) and (used is None or not {"super", name} <= {*used.co_names})
+    if not _overrides(model, name):
+        return False
+    used = getattr(inspect.getattr_static(model, name, None), "__code__", None)
+    return used is None or name in vars(model) or not {"super", name} <= {*used.co_names}
 
 
 def _text_config(model: Any) -> Any:

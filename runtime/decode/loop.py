@@ -23,7 +23,6 @@ from ..cache.nested import UnknownState
 from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed
 from ..core.compile_ahead import CompilerLoading, taking_turns
-from ..core.local import is_local
 from ..core.position_count import position_count
 from ..core.target import CHANGES, GROWS, INPUTS, SPECULATION
 from .alignment import Alignment, aligns
@@ -143,8 +142,9 @@ class GraphLoop:
             if is_new:  # it may be that of layers which are not the model's
                 self.store.drop(graph)
             raise
-        if is_new:
-            self.store.settle(self.model, graph)
+        finally:
+            if is_new:
+                self.store.settle(self.model, graph)
 
     def _proved(self, graph: DecodeGraph, tokens: Tensor, assistant: Any = None) -> Program:
         """Return the graph of a step that has been compared with the model's, of the tokens `[B]` that come next."""
@@ -197,8 +197,7 @@ class GraphLoop:
             raise Unfit("cache_kind") from error
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
-        watched = (module for module in self.model.modules() if backend.observed(module))
-        graph.cache.fused = all(is_local(module) for module in watched)
+        graph.cache.fused = self.store.is_fused(self.model)
         try:
             graph.cache.load(self.dynamic)
         except OtherContents as error:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 from ..core import backend
 from ..core.launch import collects, rehearses
+from ..core.process import is_watched
 from ..core.target import DRAWS
 
 REASONS = {
@@ -60,30 +60,11 @@ RECORDERS = "transformers.utils.output_capturing"
 _KNOWN_ATTENTION = ("eager", "sdpa", None)
 
 
-def settings() -> Hashable:
-    """Return the settings of the process that a graph was captured under, as kernels were chosen by them."""
-    return (
-        backend.get_backend(),
-        *backend.named_besides.values(),
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.enabled,
-        torch.backends.cudnn.allow_tf32,
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-    )
-
-
 def unfit_call(model: nn.Module, device: torch.device) -> str | None:
     """Return why this moment is none for a graph, a key of `REASONS`: what may be otherwise at the next call."""
     if torch.is_autocast_enabled(device.type):
         return "autocast"
-    if _len_torch_dispatch_stack() or _len_torch_function_stack() or backend.interposed():
-        return "watched"
-    if torch._C._get_tracing_state() is not None or nn.modules.module._has_any_global_hook():
+    if is_watched() or nn.modules.module._has_any_global_hook():
         return "watched"
     return "compiled" if model._compiled_call_impl is not None else None
 
