@@ -148,12 +148,18 @@ def limit_of(*sides: Said) -> float:
     return WHOLE_FORWARD_IN_FP32 if eps <= torch.finfo(torch.float32).eps else ROUNDINGS * eps
 
 
-def difference(wanted: Said, got: Said) -> str:
-    """Return what differs between two results, the first of it; nothing if they are the same."""
+def difference(wanted: Said, got: Said, limit: float | None = None) -> str:
+    """Return what differs between two results, the first of it; nothing if they are the same.
+
+    Args:
+        wanted: of the original.
+        got: of the package.
+        limit: as `limit_of` has it, or another one.
+    """
     if wanted.error or got.error:
         same = wanted.error == got.error
         return "" if same else f"raises {got.error or 'nothing'} instead of {wanted.error or 'nothing'}: {got.detail}"
-    limit = limit_of(wanted, got)
+    limit = limit_of(wanted, got) if limit is None else limit
     tied = False
     for name in [*wanted.tensors, *(name for name in got.tensors if name not in wanted.tensors)]:
         if name not in wanted.tensors or name not in got.tensors:
@@ -170,6 +176,13 @@ def difference(wanted: Said, got: Said) -> str:
         if wanted.plain.get(name) != got.plain.get(name):
             return f"{name} is {got.plain.get(name)} instead of {wanted.plain.get(name)}"
     return ""
+
+
+def own_error(said: Said, exact: Said) -> float:
+    """Return how far a result is from that of the same model in fp64, relative to the largest element."""
+    both = [(exact.tensors[name], tensor) for name, tensor in said.tensors.items() if name in exact.tensors]
+    pairs = [(a.double(), b.double()) for a, b in both if a.shape == b.shape and a.numel() and b.isfinite().all()]
+    return max((((a - b).abs().max() / a.abs().max()).item() for a, b in pairs), default=0.0)
 
 
 def _same_sequences(wanted: Said, got: Said) -> bool:

@@ -51,12 +51,9 @@ def changes(side: Side) -> Iterator[Change]:
     """Yield every class of transformers' caches in every state that a call may find one in."""
     if not side.family.generates:
         return
-    kinds = [
-        kind
-        for _, kind in inspect.getmembers(cache_utils, inspect.isclass)
-        if issubclass(kind, cache_utils.Cache) and kind is not cache_utils.Cache
-    ]
-    for kind in kinds:
+    classes = [kind for _, kind in inspect.getmembers(cache_utils, inspect.isclass)]
+    kinds = dict.fromkeys(kind for kind in classes if issubclass(kind, cache_utils.Cache))  # some have two names
+    for kind in sorted(kinds.keys() - {cache_utils.Cache}, key=lambda kind: kind.__name__):
         for how, given in _FORMS.items():
             for state, acts in _ACTS.items():
                 name = f"{kind.__name__}{how}, {state}"

@@ -184,7 +184,7 @@ def _torch(side: Side) -> Iterator[Change]:
         make = lambda _, path=path: patched(nn.functional, path, wrapped(getattr(nn.functional, path)))
         yield Change("torch function elsewhere", f"nn.functional.{path}", make)
         make = lambda _, path=path: _Functions(getattr(nn.functional, path))
-        yield Change("torch function mode", f"nn.functional.{path}", make)
+        yield Change("torch function mode", f"{path} elsewhere", make)
     for name in ("addmm", "mm", "embedding", "mul", "bmm"):
         yield Change("torch dispatch mode", name, lambda _, name=name: _Operators(name))
 

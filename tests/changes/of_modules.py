@@ -58,7 +58,7 @@ def changes(side: Side) -> Iterator[Change]:
         module = side.model.get_submodule(paths[-1])
         for turn, (name, make) in enumerate(_operations(module).items()):
             taken = paths if (number + turn) % 2 else paths[-1:]
-            label = f"{pattern or 'model'} ({len(taken)})"
+            label = f"{pattern or 'the whole model'} ({len(taken)})"
             kind, _, what = name.partition(" of ")
             made = lambda side, make=make, taken=taken: _each(side, taken, make)
             yield Change(kind, f"{label} {what}".strip(), made)
