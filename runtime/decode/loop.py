@@ -24,6 +24,7 @@ from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed
 from ..core.compile_ahead import CompilerLoading, taking_turns
 from ..core.local import is_local
+from ..core.observers import has_recorded
 from ..core.target import CHANGES, GROWS, INPUTS, SPECULATION
 from .alignment import Alignment, aligns
 from .arrival import Arrival
@@ -196,8 +197,8 @@ class GraphLoop:
             raise Unfit("cache_kind") from error
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
-        watched = (module for module in self.model.modules() if backend.observed(module))
-        graph.cache.fused = all(is_local(module) for module in watched)
+        watched = (module for module in self.model.modules() if backend.observed(module) and not is_local(module))
+        graph.cache.fused = all(map(has_recorded, watched))
         try:
             graph.cache.load(self.dynamic)
         except OtherContents as error:
