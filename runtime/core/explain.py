@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from . import backend, place, target
+from .local import is_local
+from .observers import global_observers, observers
 
 NOT_FOR_AMD = (
     "this GPU is AMD's, and the package was made for CUDA: aiter and the settings of ROCm's libraries did not come "
@@ -47,16 +49,20 @@ class Explanation:
     """Whether `generate()` of the model's class, or of every class, can take the decode loop, and why not."""
     missing: list[str] = field(default_factory=list)
     """What a package made for this machine's GPUs, or with what was called for, would have besides."""
+    watched: dict[str, str] = field(default_factory=dict)
+    """Who takes part in calls at the moment, and so rules out what would not make them, by the module's name: hooks,
+    and a `forward` of the instance, each with the file that it is of."""
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend}"]
         lines += [f"{count:>8} × {what}" for what, count in sorted(self.fallbacks.items())]
         lines += _alike(self.modules)
+        lines += _alike({name: f"watched by {who}" for name, who in self.watched.items()})
         lines += [f"{name}: decode loop: {said}" for name, said in self.decode_loops.items()]
         lines += self.graphs
         slow = any(said != "yes" for said in self.decode_loops.values())
         lines += self.missing
-        if not self.fallbacks and not self.modules and not self.missing and not slow:
+        if not self.fallbacks and not self.modules and not self.watched and not self.missing and not slow:
             lines.append("every operator took its fast form")
         return "\n".join(lines)
 
@@ -82,9 +88,20 @@ def explain(model: nn.Module | None = None) -> Explanation:
     if model is None:
         return Explanation(backend.get_backend(), counts, decode_loops=loops, missing=missing)
     graphs = [line for describe in _describers() for line in describe(model)]
-    return Explanation(
-        backend.get_backend(), counts, backend.last_reasons(model), graphs, _of_model(model, loops), missing
-    )
+    reasons = backend.last_reasons(model)
+    with torch.no_grad():  # where marks of what wants a gradient do nothing
+        watched = _watched(model)
+        if not any(map(backend.observed, model.modules())):  # whoever watched is gone
+            reasons = {name: reason for name, reason in reasons.items() if not reason.endswith("observed")}
+    named = _of_model(model, loops)
+    return Explanation(backend.get_backend(), counts, reasons, graphs, named, missing, watched)
+
+
+def _watched(model: nn.Module) -> dict[str, str]:
+    """Return who watches the modules of a model now, by their names."""
+    found = {name: list(observers(module)) for name, module in model.named_modules() if not is_local(module)}
+    found[""] = [*found.get("", ()), *global_observers()]
+    return {name: ", ".join(who) for name, who in found.items() if who}
 
 
 def decode_loops() -> dict[str, str]:

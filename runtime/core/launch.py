@@ -212,8 +212,8 @@ class Launch:
 
 
 LOADING = threading.RLock()
-"""Held where Triton may load the C function that launches a kernel. All of them are modules of one name: of two threads
-that load some at once, one may be given the other's ("function takes exactly 40 arguments (33 given)")."""
+"""Held where Triton may load the C function that launches a kernel. All are modules of one name: of two threads that
+load some at once, one may be given the other's ("function takes exactly 40 arguments (33 given)")."""
 Collector = Callable[[tuple[object, ...], Launch], object]
 
 

@@ -29,6 +29,7 @@ from ..cache.nested import UnknownState
 from ..cache.own import made_by, own_cache_of, own_tensors
 from ..core import backend
 from ..core.local import is_local
+from ..core.observers import only_records
 from ..core.process import is_watched
 from ..core.provenance import home_of, is_runtime, is_written, plain
 from ..core.target import CARRIED, INPUTS, RANKS, STATES
@@ -447,18 +448,8 @@ def repeats_given_positions(model: Any) -> bool:
     return makes_cache_position(model) and not hasattr(model, "_prepare_position_ids_for_generation")
 
 
-def only_records(module: nn.Module) -> bool:
-    """Return whether what watches a module is what transformers leaves behind once it recorded hidden states."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    forward = module.__dict__.get("forward")
-    # Release 5.0 puts the class's own method back on the instance.
-    own = forward is None or getattr(forward, "__func__", None) is type(module).forward
-    others = module._backward_hooks or module._backward_pre_hooks or not own
-    return not others and all(hook.__module__ == "transformers.utils.output_capturing" for hook in hooks)
-
-
 def _watched(module: nn.Module) -> bool:
-    if not backend.observed(module) or "parametrizations" in module._modules or is_local(module):
+    if not backend.observed(module) or is_local(module):
         return False
     return torch.nn.modules.module._has_any_global_hook() or not only_records(module)
 

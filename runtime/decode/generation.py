@@ -74,6 +74,7 @@ class GraphGeneration(GenerationMixin):
         )
         generated, reason = self._generated(call)
         if reason is None:
+            backend.forget_reason("generate", self)
             return generated
         backend.count_fallback("generate", reason, self)
         with plain_inside(self):
@@ -109,6 +110,7 @@ class GraphGeneration(GenerationMixin):
         if SPECULATION:
             generated, reason = self._drafted(input_ids, arguments, keywords)
             if reason is None:
+                backend.forget_reason("generate", self)
                 return generated
         backend.count_fallback("generate", str(reason), self)
         with plain_inside(self):

@@ -17,7 +17,9 @@ from ..cache.own import own_cache_of
 from ..core import backend
 from ..core.compile_ahead import Compilation
 from ..core.local import is_local
+from ..core.observers import has_recorded
 from ..core.process import settings
+from ..core.provenance import runs_as_written
 from ..core.snapshot import Snapshot, copied
 from ..core.target import CHANGES, FP8_CACHE
 from .cache_format import get_cache_format
@@ -94,8 +96,8 @@ class GraphStore:
         """
         if self._fused is None:
             assert self._snapshot is not None
-            watched = (module for module in model.modules() if backend.observed(module))
-            self._fused = not self._snapshot.code.others and all(map(is_local, watched))
+            watched = (module for module in model.modules() if backend.observed(module) and not is_local(module))
+            self._fused = not self._snapshot.code.others and all(map(_has_recorded, watched))
         return self._fused
 
     def find(
@@ -203,6 +205,11 @@ def _has_layers(graph: DecodeGraph, model: Any, like: DynamicCache) -> bool:
         return True
     layers = like.layers or DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return len(graph.cache.layers) == len(layers)
+
+
+def _has_recorded(module: nn.Module) -> bool:
+    """Return whether nothing takes part in a module's call but transformers' recording of hidden states."""
+    return has_recorded(module) and runs_as_written(type(module))
 
 
 def describe(model: nn.Module) -> list[str]:

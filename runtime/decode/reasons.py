@@ -19,7 +19,7 @@ REASONS = {
     "gradient": "gradients are wanted",
     "autocast": "autocast chooses the dtype of each product",
     "compiled": "torch.compile compiles the model",
-    "observed": "a hook or a wrapped forward watches a module: a replay would not call it",
+    "observed": "a hook or a wrapped forward watches a module, which `explain` names: a replay would not call it",
     "watched": "a mode of torch, a transform or a tracer takes part in the call: a replay would not call it",
     "own_loop": "the model has its own way from one step's inputs to the next",
     "attention_implementation": "only eager and sdpa attention are known to respect the mask of a fixed-size cache",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..core import backend
 from ..core.launch import collects, rehearses
+from ..core.observers import only_records, records
 from ..core.process import is_watched
 from ..core.target import DRAWS
 
@@ -55,8 +56,6 @@ REASONS = {
     "reentrant": "the call comes from inside another forward that is being captured",
 }
 
-RECORDERS = "transformers.utils.output_capturing"
-"""The module of the hooks that transformers leaves behind once it recorded hidden states."""
 _KNOWN_ATTENTION = ("eager", "sdpa", None)
 
 
@@ -91,25 +90,10 @@ def unfit_model(model: nn.Module) -> str | None:
     return None
 
 
-def only_records(module: nn.Module) -> bool:
-    """Return whether what watches a module can be part of a graph.
-
-    That is transformers' recording of hidden states, and a parametrisation, which computes a weight from others.
-    """
-    others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    forward = module.__dict__.get("forward")
-    own = forward is None or getattr(forward, "__func__", None) is type(module).forward
-    return bool(not others and own and all(_records(hook) for hook in module._forward_hooks.values()))
-
-
-def _records(hook: Callable[..., Any]) -> bool:
-    return hook.__module__ == RECORDERS and "_active_collector" in getattr(hook, "__globals__", {})
-
-
 def collector_of(model: nn.Module) -> Any:
     """Return what tells whether somebody records hidden states just now; None where no module has a hook for it."""
     for module in model.modules():
-        for hook in module._forward_hooks.values():
+        for hook in filter(records, module._forward_hooks.values()):
             return hook.__globals__["_active_collector"]
     return None
 
