@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from .provenance import (
@@ -21,8 +21,10 @@ from .provenance import (
     is_own,
     is_runtime,
     library_of,
+    names_of,
     owner_of,
     plain,
+    reads,
     stands,
 )
 
@@ -30,7 +32,7 @@ OFFERS: dict[str, dict[str, str]] = {}
 
 _KEPT = 16
 """Sets of classes whose code is known; a process has few kinds of models."""
-_NOT_FOLLOWED = frozenset({"torch", *sys.stdlib_module_names}) - {"__main__"}
+_NOT_FOLLOWED = frozenset({"torch", "numpy", *sys.stdlib_module_names}) - {"__main__"}
 _guards: dict[Any, CodeGuard] = {}
 
 
@@ -44,6 +46,9 @@ class CodeGuard:
 
     def __init__(self, kinds: Iterable[type], chosen: frozenset[str]):
         self._kinds, self._chosen = frozenset(kinds), chosen
+        owners = (owner_of(kind, form) for kind in self._kinds for form in SECOND_FORMS)
+        self._own = {owner.__module__ for owner in owners if owner is not None}
+        """Modules in which second forms are written."""
         self._names: set[str] = {"forward", *SECOND_FORMS}
         """Attributes that some function reads, the names of methods among them."""
         self._places: dict[int, tuple[str, dict[str, Any], set[str]]] = {}
@@ -90,22 +95,25 @@ class CodeGuard:
 
     def _other_methods(self) -> Iterator[str]:
         """Yield methods that are others: of classes with second forms, and each `forward` of a class that is known."""
-        own = {above.__module__ for kind in self._kinds if has_second_form(kind) for above in kind.__mro__}
         for kind in self._kinds:
             for name in self._names if has_second_form(kind) else ("forward",):
                 owner = owner_of(kind, name)
                 if owner is None or not isinstance(plain(owner.__dict__[name]), FunctionType):
                     continue
-                judged = has_second_form(kind) or owner.__module__ in own or is_library(owner.__module__)
-                if judged and not stands(kind, name):
+                if (has_second_form(kind) or self._is_judged(owner.__module__)) and not stands(kind, name):
                     yield f"{kind.__qualname__}.{name}"
 
     def _other_names(self) -> Iterator[str]:
         for module, held, names in self._places.values():
-            yield from (f"{module}.{name}" for name in names if not is_own(held[name], module, name))
+            if self._is_judged(module):
+                yield from (f"{module}.{name}" for name in names if not is_own(held[name], module, name))
         for module, place, value in self._entries:
             if not is_own(value, module, getattr(plain(value), "__name__", "")):
                 yield place
+
+    def _is_judged(self, module: str) -> bool:
+        """Return whether second forms stand for code of a module: torch's, transformers', or that of their classes."""
+        return module in self._own or is_library(module)
 
     def _add_class(self, kind: type) -> None:
         for above in kind.__mro__[:-1]:
@@ -136,24 +144,18 @@ class CodeGuard:
             value = getattr(value, "__wrapped__", None)
 
     def _see_function(self, function: FunctionType) -> None:
-        names, held = set(_names_read(function.__code__)), function.__globals__
-        self._names |= names
-        modules = self._see(home_of(function), held, names & held.keys())
-        met: set[int] = {id(held)}
-        for module in modules:  # grows: `nn.functional.linear`
-            if id(vars(module)) not in met:
-                met.add(id(vars(module)))
-                modules += self._see(module.__name__, vars(module), names & vars(module).keys())
+        self._names.update(names_of(function.__code__))
+        for module, held, names in reads(function):
+            self._see(module, held, names)
         cells = [_contents(cell) for cell in function.__closure__ or ()]
         for value in (*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._wait(value)
             if isinstance(value, Mapping) and not isinstance(value, dict):
                 self._see_mapping(value, home_of(function), type(value).__name__)
 
-    def _see(self, module: str, held: dict[str, Any], names: set[str]) -> list[ModuleType]:
-        """Remember names that are read of a module; return the modules among what they stand for."""
+    def _see(self, module: str, held: dict[str, Any], names: set[str]) -> None:
+        """Remember names that are read of a module."""
         known = self._places.setdefault(id(held), (module, held, set()))[2]
-        found = []
         for name in sorted(names - known):
             value = held[name]
             if isinstance(value, Mapping):
@@ -164,10 +166,6 @@ class CodeGuard:
             else:
                 self._wait(value)
         known |= names
-        for name in sorted(names):
-            if isinstance(held[name], ModuleType) and library_of(held[name].__name__) not in _PLAIN_MODULES:
-                found.append(held[name])
-        return found
 
     def _add_dictionary(self, held: dict[Any, Any]) -> None:
         if type(held).__getitem__ is dict.__getitem__:
@@ -195,10 +193,6 @@ class CodeGuard:
                 self._wait(mapping[name])
 
 
-_PLAIN_MODULES = frozenset(sys.stdlib_module_names) - {"math"}
-"""Modules of which no function is a part of what a model computes."""
-
-
 def code_of(kinds: Iterable[type], chosen: Iterable[str]) -> CodeGuard:
     """Return the code of some classes as it is now; models of the same classes share it."""
     key = (frozenset(kinds), frozenset(chosen))
@@ -218,14 +212,6 @@ def _items(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
 def _is_followed(module: str) -> bool:
     """Return whether functions of a module are looked into: not those of torch, and not the runtime's own."""
     return library_of(module) not in _NOT_FOLLOWED and not is_runtime(module)
-
-
-def _names_read(code: CodeType) -> Iterator[str]:
-    """Yield the names of globals and attributes in a function, and in those inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_read(constant)
 
 
 def _contents(cell: Any) -> Any:

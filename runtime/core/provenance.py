@@ -8,7 +8,10 @@ itself by the name of what it wraps is somebody's all the same.
 
 from __future__ import annotations
 
-from types import BuiltinFunctionType, FunctionType, MethodType
+import sys
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -21,9 +24,12 @@ SECOND_FORMS = ("decode", "decode_residual", "add_forward", "prologue", "rule")
 ROOT = __name__.rpartition(".core")[0]
 """The runtime, by the name of its module."""
 _LIBRARIES = frozenset({"torch", "transformers", "functools", "contextlib"})
+"""Whose decorators leave a function what it is."""
 
-_KNOWN: dict[type, Any] = {}
-"""The `forward` of each class that was found to be the written one."""
+_PLAIN_MODULES = frozenset(sys.stdlib_module_names) - {"math"}
+"""Modules of which no function is a part of what a model computes."""
+_KNOWN: dict[Any, tuple[Any, list[tuple[Callable[[Any], Any], dict[str, Any], Any]]]] = {}
+"""The `forward` of each class that was found to be the written one, with the functions that it reads."""
 _MOST_KNOWN = 4096
 
 
@@ -88,26 +94,82 @@ def _is_in_place(owner: type, name: str) -> bool:
     value = plain(owner.__dict__[name])
     if is_written(value, owner.__module__, f"{owner.__qualname__}.{name}"):
         return True
-    if not isinstance(value, FunctionType) or value.__dict__.get("__wrapped__") is not None:
+    if not isinstance(value, FunctionType) or (name == "forward" and owner is not nn.Module):
         return False
-    if owner is nn.Module:  # has some under two names
-        return home_of(value) == owner.__module__
-    return name != "forward" and is_library(home_of(value))
+    return all(home == owner.__module__ or is_library(home) for home in _homes_of(value))
+
+
+def _homes_of(value: Any) -> Iterator[str]:
+    """Yield where a function was written, and those that it wraps."""
+    while isinstance(value, FunctionType):
+        yield home_of(value)
+        value = plain(value.__dict__.get("__wrapped__"))
 
 
 def runs_as_written(kind: type) -> bool:
     """Return whether the `forward` of a class is the one for which operators and second forms may stand."""
-    if is_compiling():
-        return True
     forward = getattr(kind, "forward", None)
-    if forward is not None and _KNOWN.get(kind) is forward:
-        return True
-    if forward is None or not stands(kind, "forward"):
+    return is_compiling() or _is_known(kind, forward) or (stands(kind, "forward") and _know(kind, forward))
+
+
+def is_intact(function: Any) -> bool:
+    """Return whether the functions are own ones that a function of a library reads by name, as of torch."""
+    return is_compiling() or _is_known(function, function) or _know(function, function)
+
+
+def _is_known(key: Any, function: Any) -> bool:
+    known = _KNOWN.get(key)
+    if known is None or known[0] is not function:
         return False
+    for get, held, then in known[1]:  # noqa: SIM110 (each operator asks)
+        if get(held) != then:
+            return False
+    return True
+
+
+def _know(key: Any, function: Any) -> bool:
+    """Remember a function with those that it reads, if these are own ones."""
+    inner = plain(function)
+    while (wrapped := getattr(inner, "__wrapped__", None)) is not None:
+        inner = wrapped
+    read: list[tuple[Callable[[Any], Any], dict[str, Any], Any]] = []
+    for module, held, names in reads(inner) if isinstance(inner, FunctionType) else ():
+        called = sorted(n for n in names if isinstance(held[n], (FunctionType, BuiltinFunctionType)))
+        if not all(is_own(held[name], module, name) for name in called):
+            return False
+        if called:
+            get: Callable[[Any], Any] = itemgetter(*called)
+            read.append((get, held, get(held)))
     if len(_KNOWN) >= _MOST_KNOWN:
         _KNOWN.clear()
-    _KNOWN[kind] = forward
+    _KNOWN[key] = (function, read)
     return True
+
+
+def reads(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], set[str]]]:
+    """Yield what a function reads by name: of its own module, and of modules found there, as `nn.functional`."""
+    names = set(names_of(function.__code__))
+    waiting, met = [(home_of(function), function.__globals__)], set()
+    while waiting:
+        module, held = waiting.pop()
+        if id(held) in met:
+            continue
+        met.add(id(held))
+        found = names & held.keys()
+        yield module, held, found
+        waiting += [(held[name].__name__, vars(held[name])) for name in sorted(found) if _is_followed(held[name])]
+
+
+def _is_followed(value: Any) -> bool:
+    return isinstance(value, ModuleType) and library_of(value.__name__) not in _PLAIN_MODULES
+
+
+def names_of(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes in a function, and in those inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_of(constant)
 
 
 def is_own(value: Any, holder: str, name: str) -> bool:
@@ -117,15 +179,22 @@ def is_own(value: Any, holder: str, name: str) -> bool:
     """
     value = plain(value)
     if isinstance(value, BuiltinFunctionType):
-        return library_of(holder) != "torch" or value.__name__ == name
+        inside = f"{holder.rpartition('.')[2]}_{name}"  # `torch.linalg.norm`
+        return library_of(holder) != "torch" or _alike(value.__name__, name) or _alike(value.__name__, inside)
     if not isinstance(value, FunctionType):
         return isinstance(value, type) or not callable(value) or is_library(type(value).__module__)
-    if home_of(value) == holder and value.__name__ != name:
+    if home_of(value) == holder and not _alike(value.__name__, name):
         return False
     folder = holder.rpartition(".")[0]
-    while isinstance(value, FunctionType):
-        home = home_of(value)
-        if not (home == holder or is_library(home) or (folder and home.rpartition(".")[0] == folder)):
-            return False
-        value = plain(value.__dict__.get("__wrapped__"))
-    return True
+    return all(
+        home == holder
+        or is_library(home)
+        or library_of(home) in sys.stdlib_module_names - {"__main__"}
+        or (folder != "" and home.rpartition(".")[0] == folder)
+        for home in _homes_of(value)
+    )
+
+
+def _alike(name: str, other: str) -> bool:
+    """Return whether two names are one but for underscores: torch has `_threshold` and `log_sigmoid`."""
+    return name.replace("_", "") == other.replace("_", "")
