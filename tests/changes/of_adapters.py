@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from .calls import prompt
 from .change import Change, patched
@@ -33,6 +34,13 @@ def _task(side: Side) -> str | None:
     return ("SEQ_2_SEQ_LM" if side.family.seq2seq else "CAUSAL_LM") if side.family.generates else None
 
 
+_SMALL = {"r": 4, "num_virtual_tokens": 3, "group_size": 8, "vector_length": 8, "n_frequency": 16, "total_step": 10}
+_SMALL |= {"token_indices": [3, 5], "adapter_len": 3, "adapter_layers": 2, "block_size": 8, "tasks": 1}
+"""Of methods whose usual sizes are too large for these models, or that have none."""
+_ELSEWHERE = ("ADAPTION_PROMPT", "TRAINABLE_TOKENS")
+"""Methods that are no adapters of linear layers, and know themselves of what they are."""
+
+
 @torch.no_grad()
 def _stir(model: Any, before: set[int]) -> None:
     """Give what an adapter brought values that tell."""
@@ -48,9 +56,11 @@ def _peft(side: Side, kind: Any, **options: Any) -> Iterator[Any]:
 
     config = peft.PEFT_TYPE_TO_CONFIG_MAPPING[kind]
     names = inspect.signature(config).parameters
-    given: dict[str, Any] = {"task_type": _task(side), "num_virtual_tokens": 3, **options}
-    if "target_modules" in names and "target_modules" not in given and kind != "ADAPTION_PROMPT":
+    given: dict[str, Any] = {"task_type": _task(side), **_SMALL, **options}
+    if kind not in _ELSEWHERE:
         given["target_modules"] = "all-linear"
+    if "oft_block_size" in names:
+        del given["r"]
     torch.manual_seed(7)
     before = {id(parameter) for parameter in side.model.parameters()}
     wrapper = peft.get_peft_model(side.model, config(**{n: v for n, v in given.items() if n in names})).eval()
@@ -127,11 +137,17 @@ _LORA: dict[str, Callable[[Side, Any, contextlib.ExitStack], None]] = {
 }
 
 
+def _is_linear(module: Any) -> bool:
+    return isinstance(module, (torch.nn.Linear, Conv1D))
+
+
 @contextlib.contextmanager
 def _native(side: Side, name: str) -> Iterator[None]:
     import peft
 
-    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
+    linear = {path.rpartition(".")[2] for path, module in side.model.named_modules() if _is_linear(module)}
+    targets = sorted(linear - {"lm_head", "decoder"})
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=targets)
     torch.manual_seed(7)
     side.model.add_adapter(config, "one")
     side.model.eval()

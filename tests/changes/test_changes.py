@@ -16,7 +16,7 @@ from .table import markdown, summary
 from .walk import ABSENT, AFTER, BEFORE, DIFFERENT, REFUSED, NotUndone, Row, changes_of, quiet, row_of, rows_of, tasks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-EACH = 10
+EACH = 8
 """Changes of each family in the sample."""
 
 
