@@ -48,6 +48,7 @@ def accept(
     forward; parameters that the original does not have are zeros, or what the class begins with, beside it.
     """
     from rewrite.deliver import report, verification
+    from rewrite.errors import NotAcceptable
     from rewrite.package import original
     from rewrite.package.lock import read_lock
     from rewrite.show.console import Screen
@@ -60,7 +61,12 @@ def accept(
     verification.require_trust(source, trust_remote_code)
     request = replace(verification.Request(weights=weights, **options), keep_going=True, itself=True)
     screen = Screen(json=json_path, quiet=quiet)
-    accepted = _accept(screen, folder, lock, source, reason.strip(), request)
+    try:
+        accepted = _accept(screen, folder, lock, source, reason.strip(), request)
+    except NotAcceptable as error:
+        refused = {"folder": str(folder), "accepted": False, "reason": reason.strip(), "refused": str(error)}
+        report.write(json_path, "accept", refused)
+        raise
     failed = {"original": accepted.against_original, "generated": accepted.against_generated} if accepted else {}
     data = {"folder": str(folder), "accepted": accepted is not None, "reason": reason.strip(), "failed": failed}
     report.write(json_path, "accept", data)

@@ -23,7 +23,7 @@ def class_alone(bench: Workbench) -> dict[str, Figure]:
         NotRun: the original's forward pass or its checkpoints do not run.
     """
     figures = forward_parity(bench)
-    more = (built_alike, initial_alike, embeddings_alone, asked_alone)
+    more = (built_alike, embeddings_alone, asked_alone, initial_alike)
     for part in () if bench.large else more:
         try:
             figures |= part(bench)

@@ -119,7 +119,8 @@ def _run(
 def _sample(like: Tensor) -> Tensor:
     """Return logits of which no two in a row are alike, multiples of 1/16 around 0: of equal ones any is right."""
     experts = like.shape[1]
-    order = torch.rand(_ROWS, experts, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    generator = torch.Generator("cpu").manual_seed(0)
+    order = torch.rand(_ROWS, experts, generator=generator, device="cpu").argsort(-1)
     return ((order - experts // 2) / 16).to(like.device, like.dtype)
 
 

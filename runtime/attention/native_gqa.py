@@ -29,6 +29,7 @@ from ..aiter import attention as aiter_attention
 from ..aiter import calls as aiter_calls
 from ..aiter import flash as aiter_flash
 from ..core import backend, deferring
+from ..core.provenance import is_intact
 from ..core.target import ATTENTION, ROCM
 from . import backends
 from .named import is_named
@@ -42,12 +43,13 @@ _DEVICES = frozenset({"cpu", "cuda"})
 def native_gqa(interface: Attention) -> Attention:
     """Return the attention function to call in place of `interface`.
 
-    That is ours for transformers' own `sdpa_attention_forward`, with the same arguments and result, and on an AMD GPU
+    That is ours for transformers' own `sdpa_attention_forward`, with the same arguments and result, where that calls
+    torch's own functions, and on an AMD GPU
     with aiter for `flash_attention_forward`; `interface` itself for anything else.
     """
     if ROCM and interface is flash_attention.flash_attention_forward and aiter_calls.candidate("attention"):
         return aiter_flash.forward
-    return _sdpa if interface is sdpa_attention_forward else interface
+    return _sdpa if interface is sdpa_attention_forward and is_intact(interface) else interface
 
 
 @functools.wraps(sdpa_attention_forward)

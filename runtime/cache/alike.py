@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..core.target import GROWS, INDEXER, STATES
@@ -48,24 +49,46 @@ if states.LAYER is not None:
             return PreallocatedLayer.get_max_length(self)
 
 
+def has_like(kind: type) -> bool:
+    """Return whether a class of layers of transformers' growing cache has its like here."""
+    if STATES and kind in _STATEFUL:
+        return True
+    if INDEXER and kind is INDEXED:
+        return True
+    return kind in (*_GROWING, _DUMMY) or (GROWS and grown_by(kind) is not None)
+
+
 def layer_like(layer: Any, cache: PreallocatedCache) -> Any:
     """Return a layer of `cache` for what a layer of transformers' growing cache holds; None if nothing here can."""
+    kind = type(layer)
+    if not has_like(kind):
+        return None
     if STATES and states.is_stateful(layer):
-        if type(layer).__name__ not in _STATEFUL:
-            return None
         hybrid = isinstance(layer, DynamicLayer)
         return HybridLayer(cache, layer.number_of_states) if hybrid else StateLayer(layer.number_of_states)
-    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-        return PreallocatedLayer(cache)
-    if INDEXER and INDEXED is not None and type(layer) is INDEXED:
+    if INDEXER and kind is INDEXED:
         return IndexedLayer(cache)
-    if GROWS and (grown := grown_by(type(layer))) is not None:
+    if GROWS and (grown := grown_by(kind)) is not None:
         return GrownLayer(cache, grown)
-    return layer if type(layer).__name__ == "DummyLayer" else None
+    return layer if kind is _DUMMY else PreallocatedLayer(cache)
 
 
-_STATEFUL = (
-    "LinearAttentionLayer",
-    "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",
+def is_like(mine: Any, theirs: Any) -> bool:
+    """Return whether a layer here stands for one of a growing cache; None for one that is not there yet."""
+    if STATES and states.is_stateful(mine) != states.is_stateful(theirs):
+        return False
+    if INDEXER and INDEXED is not None and isinstance(mine, IndexedLayer) != isinstance(theirs, INDEXED):
+        return False
+    return not GROWS or isinstance(mine, GrownLayer) == (grown_by(type(theirs)) is not None)
+
+
+_GROWING = (DynamicLayer, DynamicSlidingWindowLayer)
+_DUMMY: Any = vars(cache_utils).get("DummyLayer")
+_STATEFUL = tuple(
+    vars(cache_utils).get(name, states.LAYER)
+    for name in (
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+    )
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -63,12 +64,16 @@ def _is_same(one: type, other: type) -> bool:
     """Return whether two classes of one name have the same code."""
     if one.__name__ != other.__name__ or one.__bases__ != other.__bases__:
         return False
-    codes = [{name: value.__code__ for name, value in vars(kind).items() if callable(value)} for kind in (one, other)]
-    return codes[0].keys() == codes[1].keys() and all(
-        (code.co_code, code.co_names, code.co_varnames)
-        == (codes[1][name].co_code, codes[1][name].co_names, codes[1][name].co_varnames)
-        for name, code in codes[0].items()
-    )
+    codes = [
+        {name: _code(value.__code__) for name, value in vars(kind).items() if callable(value)} for kind in (one, other)
+    ]
+    return codes[0] == codes[1]
+
+
+def _code(code: CodeType) -> tuple[Any, ...]:
+    """Return what a function does, wherever it stands."""
+    constants = [_code(value) if isinstance(value, CodeType) else (type(value), value) for value in code.co_consts]
+    return code.co_code, code.co_names, code.co_varnames, constants
 
 
 class GrownLayer(PreallocatedLayer):

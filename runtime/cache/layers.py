@@ -41,6 +41,13 @@ class GrowsInStep(RuntimeError):
         super().__init__(f"a step grows `{name}` of a layer of the cache, which has no buffer of fixed size")
 
 
+class OtherContents(ValueError):
+    """What a cache holds that is to be continued has not the form of what the model writes."""
+
+    def __init__(self, length: int):
+        super().__init__(f"a layer of the cache holds none of the {length} tokens, or another model's")
+
+
 class PreallocatedLayer(CacheLayerMixin):
     """One layer's keys and values; its buffers are made at the first update, or by `allocate`."""
 
@@ -54,6 +61,8 @@ class PreallocatedLayer(CacheLayerMixin):
         self.cache = cache
         self.length = 0
         """Number of valid slots, as far as the host knows: `PreallocatedCache.grow` tells it of a graph's replays."""
+        self.lacks = False
+        """Whether a cache that is continued has nothing for this layer: a model that writes here reads less."""
 
     @property
     def is_compileable(self) -> bool:
@@ -91,8 +100,15 @@ class PreallocatedLayer(CacheLayerMixin):
         self.length = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write `[B, Hk, n, D]` and `[B, Hk, n, Dv]` behind what is there; return what attention may read."""
+        """Write `[B, Hk, n, D]` and `[B, Hk, n, Dv]` behind what is there; return what attention may read.
+
+        Raises:
+            OtherContents: if what is there is another's.
+            CacheFull: if there is no room.
+        """
         if not self.is_initialized:
+            if self.lacks:
+                raise OtherContents(self.length)
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
@@ -102,12 +118,27 @@ class PreallocatedLayer(CacheLayerMixin):
         start, end = self.length, self.length + key_states.shape[2]
         if end > self.cache.capacity:
             raise CacheFull(end, self.cache.capacity)
+        if start:
+            self._continues(key_states, value_states)
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
         self.length = end
         if start == 0:
             return key_states, value_states.to(self.values.dtype)
         return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def _continues(self, keys: Tensor, values: Tensor) -> None:
+        """Check that keys and values go on with those that are there.
+
+        Raises:
+            OtherContents: if they have other sizes, or another dtype.
+        """
+        assert self.keys is not None
+        assert self.values is not None
+        sizes = [(one.shape[1], one.shape[3]) for one in (self.keys, self.values, keys, values)]
+        wide = torch.promote_types(self.values.dtype, values.dtype)
+        if sizes[:2] != sizes[2:] or self.keys.dtype != keys.dtype or self.values.dtype != wide:
+            raise OtherContents(self.length)
 
     def get_seq_length(self) -> int:
         """Return the number of tokens before the next one; inside a step the device's 0-dimensional tensor of it."""
@@ -138,6 +169,7 @@ class PreallocatedLayer(CacheLayerMixin):
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens, as far as the host knows."""
         self.length = length
+        self.lacks = self.lacks and length > 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, or keep the first `tokens_to_remove` if it is positive."""
@@ -150,14 +182,19 @@ class PreallocatedLayer(CacheLayerMixin):
             self.values[:, :, start:] = value
 
     def take(self, other: Any, length: int) -> None:
-        """Take over what another layer holds of the first `length` tokens: all of them, or the last ones."""
+        """Take over what another layer holds of the first `length` tokens: all of them, or the last ones.
+
+        Raises:
+            OtherContents: if that has another form than what was written here before.
+        """
         self.rewind(length)
-        if other.keys is None or other.values is None or not other.keys.numel():
+        if getattr(other, "keys", None) is None or other.values is None or not other.keys.numel():
             return
         if not self.is_initialized:
             self.lazy_initialization(other.keys, other.values)
         assert self.keys is not None
         assert self.values is not None
+        self._continues(other.keys, other.values)
         start = max(length - other.keys.shape[2], 0)
         self.keys[:, :, start:length] = other.keys[:, :, : length - start]
         self.values[:, :, start:length] = other.values[:, :, : length - start]

@@ -128,9 +128,9 @@ class OwnCache(PreallocatedCache):
         super().load(dynamic)
         self.own = _copied(own_attributes(dynamic))
 
-    def store(self, dynamic: DynamicCache, length: int) -> None:
+    def store(self, dynamic: DynamicCache, length: int, drafted: bool = False) -> None:
         """Make a growing cache of the other class hold copies of the first `length` tokens, and of the states."""
-        super().store(dynamic, length)
+        super().store(dynamic, length, drafted)
         dynamic.__dict__.update(_copied(self.own))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from ..core.overwriting import overwriting
 from ..core.target import STATES
 from ..core.written import version_of
 from . import states
-from .alike import layer_like
-from .layers import PreallocatedLayer
+from .alike import is_like, layer_like
+from .layers import OtherContents, PreallocatedLayer
 
 
 class PreallocatedCache(Cache):
@@ -239,17 +240,31 @@ class PreallocatedCache(Cache):
         self.pad(other.starts if other._is_padded else None)
 
     def load(self, dynamic: DynamicCache) -> None:
-        """Take over what transformers' growing cache holds; a sliding layer's keys go where their positions are."""
-        growing = _kept(dynamic.layers)
-        length = max((layer.get_seq_length() for layer in growing), default=0)
-        for mine, theirs in zip(self.attention_layers, growing, strict=False):
-            mine.take(theirs, length)
-        if STATES:
-            for mine, theirs in zip(self.stateful_layers, filter(states.is_stateful, dynamic.layers), strict=False):
+        """Take over what transformers' growing cache holds; a sliding layer's keys go where their positions are.
+
+        Raises:
+            OtherContents: if that is none of the model's.
+        """
+        length = max(map(_length_of, dynamic.layers), default=0)
+        for mine, theirs in zip_longest(self.layers, dynamic.layers[: len(self.layers)]):
+            held = _length_of(theirs)
+            if not is_like(mine, theirs):
+                raise OtherContents(length)
+            if isinstance(mine, PreallocatedLayer):
+                mine.lacks = held < length
+                if mine.lacks and mine.is_initialized:
+                    raise OtherContents(length)
+                mine.take(theirs, length)
+            elif held:
+                raise OtherContents(length)
+            if STATES and states.is_stateful(mine):
                 states.copy(theirs, mine)
 
-    def store(self, dynamic: DynamicCache, length: int) -> None:
-        """Make transformers' growing cache hold copies of the first `length` tokens; states as they are."""
+    def store(self, dynamic: DynamicCache, length: int, drafted: bool = False) -> None:
+        """Make transformers' growing cache hold copies of the first `length` tokens; states as they are.
+
+        `drafted` says that some were, in vain too: transformers' loop leaves a cache that records what it forgets.
+        """
         kept = [isinstance(layer, PreallocatedLayer) and bool(layer.buffers) for layer in self.layers]
         last = max((number for number, written in enumerate(kept) if written), default=-1)
         while len(dynamic.layers) <= last:
@@ -258,11 +273,20 @@ class PreallocatedCache(Cache):
             if isinstance(mine, PreallocatedLayer):
                 start = 0
                 if isinstance(theirs, DynamicSlidingWindowLayer):
-                    start = max(length - theirs.sliding_window + 1, 0)
+                    start = _first_kept(theirs, length, drafted)
                     theirs.cumulative_length = length
                 mine.give(theirs, start, length)
             if STATES and states.is_stateful(mine) and states.is_stateful(theirs):
                 states.copy(mine, theirs)
+        if drafted and hasattr(dynamic, "activate_past_recording"):  # since 5.14
+            dynamic.activate_past_recording()
+
+
+def _first_kept(layer: DynamicSlidingWindowLayer, length: int, drafted: bool) -> int:
+    """Return the first token that a layer holds once its text has grown to `length`."""
+    if not drafted and getattr(layer, "record_past", False):
+        return layer.get_seq_length() - (layer.keys.shape[2] if layer.keys is not None and layer.keys.numel() else 0)
+    return max(length - layer.sliding_window + 1, 0)
 
 
 def preallocated_like(
@@ -281,8 +305,9 @@ def _numbers_of(module: nn.Module) -> Hashable:
     return written, tuple((name, value) for name, value in vars(module).items() if isinstance(value, (int, float)))
 
 
-def _kept(layers: Sequence[Any]) -> list[Any]:
-    return [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
+def _length_of(layer: Any) -> int:
+    """Return how many tokens a layer has keys and values of."""
+    return layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
 
 
 def decodes(past_key_values: object) -> bool:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
+from .layers import OtherContents
+
 _KINDS = ("conv", "recurrent")
 LAYER: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 """transformers' layer of states; the first releases have none, and models keep their states in caches of their own."""
@@ -64,7 +66,11 @@ def free(layer: Any) -> None:
 
 
 def copy(source: Any, target: Any) -> None:
-    """Make one layer hold what another one does, in memory of its own."""
+    """Make one layer hold what another one does, in memory of its own.
+
+    Raises:
+        OtherContents: if it has states of another form.
+    """
     for kind in _KINDS:
         into = getattr(target, f"{kind}_states")
         for index, state in getattr(source, f"{kind}_states").items():
@@ -72,5 +78,7 @@ def copy(source: Any, target: Any) -> None:
                 continue
             if into[index] is None:
                 target.lazy_initialization(**{f"{kind}_states": state}, state_idx=index)
+            if (into[index].shape, into[index].dtype) != (state.shape, state.dtype):
+                raise OtherContents(len(state))
             into[index].copy_(state)
     target.has_previous_state = dict(source.has_previous_state)

@@ -30,7 +30,9 @@ from torch.fx import Proxy
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import aiter_probe, launch
+from .observers import has_own_forward, takes_part
 from .place import NAMESPACE
+from .provenance import runs_as_written
 from .target import ROCM
 
 BACKENDS = ("auto", "reference", "triton", "aiter")
@@ -229,26 +231,20 @@ def interposed() -> bool:
 def observed(module: nn.Module) -> bool:
     """Return whether something outside the module takes part in its call, so that the call itself has to be made.
 
-    That is a hook of any kind (its own or torch's global ones), a `forward` set on the instance (accelerate's
-    offloading and hub kernels do this) or a parametrised weight.
+    That is a hook of any kind that does something (its own or torch's global ones), a `forward` set on the instance
+    (accelerate's offloading and hub kernels do this), one that is not written in its class (`provenance`) or a
+    parametrised weight.
     """
     return bool(
-        module._forward_hooks
+        (module._forward_hooks and any(map(takes_part, module._forward_hooks.values())))
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or _wrapped(module)
+        or not has_own_forward(module)
+        or not runs_as_written(type(module))
         or "parametrizations" in module._modules
         or _has_any_global_hook()
     )
-
-
-def _wrapped(module: nn.Module) -> bool:
-    """Return whether the instance has a `forward` that is not its class's own (which accelerate leaves behind)."""
-    forward = module.__dict__.get("forward")
-    if forward is None:
-        return False
-    return getattr(forward, "__func__", None) is not type(module).forward or forward.__self__ is not module
 
 
 def device_guard(tensor: torch.Tensor) -> AbstractContextManager[object]:
@@ -301,6 +297,12 @@ def count_fallback(operator: str, reason: str, module: nn.Module | None = None) 
         _fallbacks[(operator, reason)] += 1
         if module is not None:
             _last_reasons[module] = f"{operator}: {reason}"
+
+
+def forget_reason(operator: str, module: nn.Module) -> None:
+    """Forget why `operator` last ran in its slower form at a module: it has just taken its fast one."""
+    if _last_reasons.get(module, "").startswith(f"{operator}: "):
+        del _last_reasons[module]
 
 
 def fallbacks() -> dict[tuple[str, str], int]:

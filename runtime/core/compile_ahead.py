@@ -21,7 +21,7 @@ import torch
 
 from . import backend, launch
 from .capture import NOT_FOR_A_STEP, capture, index_of
-from .launch import Launch
+from .launch import LOADING, Launch
 
 if backend.triton_installed():
     import triton
@@ -188,7 +188,8 @@ class Compilation:
         with _not_compiling():
             with self._places:
                 variant: Any = job()
-            _ = variant.run  # Triton compiles a C function that launches it, and loads both, when it is asked for this
+            with LOADING:
+                _ = variant.run  # asked for it, Triton compiles a C function that launches the kernel, and loads both
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ def rounded_numbers(dtype: torch.dtype) -> Tensor:
 
     All numbers of the format, those halfway between neighbours, and the fp32 next to these on either side.
     """
-    numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    numbers = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
     numbers = numbers[numbers.isfinite()].unique()
     middle = (numbers[1:] + numbers[:-1]) / 2
     beside = (torch.nextafter(middle, torch.full_like(middle, far)) for far in (-1e9, 1e9))

@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from . import backend, place
+from .local import is_local
 from .lock import read_lock
+from .observers import global_observers, observers
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,19 @@ class Explanation:
     """What is kept for the model: the decode graphs of `generate()`, copies in 8 bits, who multiplies."""
     decode_loops: dict[str, str] = field(default_factory=dict)
     """Whether `generate()` of the model's class, or of every class, can take the decode loop, and why not."""
+    watched: dict[str, str] = field(default_factory=dict)
+    """Who takes part in calls at the moment, and so rules out what would not make them, by the module's name: hooks,
+    and a `forward` of the instance, each with the file that it is of."""
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend}"]
         lines += [f"{count:>8} × {what}" for what, count in sorted(self.fallbacks.items())]
         lines += _alike(self.modules)
+        lines += _alike({name: f"watched by {who}" for name, who in self.watched.items()})
         lines += [f"{name}: decode loop: {said}" for name, said in self.decode_loops.items()]
         lines += self.graphs
         slow = any(said != "yes" for said in self.decode_loops.values())
-        if not self.fallbacks and not self.modules and not slow:
+        if not self.fallbacks and not self.modules and not self.watched and not slow:
             lines.append("every operator took its fast form")
         return "\n".join(lines)
 
@@ -60,7 +67,19 @@ def explain(model: nn.Module | None = None) -> Explanation:
     if model is None:
         return Explanation(backend.get_backend(), counts)
     graphs = [line for describe in _describers() for line in describe(model)]
-    return Explanation(backend.get_backend(), counts, backend.last_reasons(model), graphs, _of_model(model))
+    reasons = backend.last_reasons(model)
+    with torch.no_grad():  # where marks of what wants a gradient do nothing
+        watched = _watched(model)
+        if not any(map(backend.observed, model.modules())):  # whoever watched is gone
+            reasons = {name: reason for name, reason in reasons.items() if not reason.endswith("observed")}
+    return Explanation(backend.get_backend(), counts, reasons, graphs, _of_model(model), watched)
+
+
+def _watched(model: nn.Module) -> dict[str, str]:
+    """Return who watches the modules of a model now, by their names."""
+    found = {name: list(observers(module)) for name, module in model.named_modules() if not is_local(module)}
+    found[""] = [*found.get("", ()), *global_observers()]
+    return {name: ", ".join(who) for name, who in found.items() if who}
 
 
 def decode_loops(module: str) -> dict[str, str]:

@@ -211,6 +211,9 @@ class Launch:
         return self.kernel.jit_function.warmup(*self.arguments, grid=self.grid, **self.options)
 
 
+LOADING = threading.RLock()
+"""Held where Triton may load the C function that launches a kernel. All are modules of one name: of two threads that
+load some at once, one may be given the other's ("function takes exactly 40 arguments (33 given)")."""
 Collector = Callable[[tuple[object, ...], Launch], object]
 
 
@@ -333,7 +336,8 @@ class Kernel:
             return
         _use_shipped(tensors[0])
         try:
-            variant = self.jit_function[grid](*arguments, **self._options(num_warps, overlap, tensors[0]))
+            with LOADING:
+                variant = self.jit_function[grid](*arguments, **self._options(num_warps, overlap, tensors[0]))
         except subprocess.CalledProcessError as error:
             raise LauncherNotBuilt(error) from error
         if _REMEMBERS and variant is not None:  # the interpreter returns None

@@ -34,6 +34,9 @@ MOST_IN_16_BITS = 2.0
 RUNS, MOST_RUNS = 2, 16
 """Runs with noise that are made at first, and that are made before something is refused: of routers near a tie, one
 of so many takes what another order of rounding did."""
+FEW = 16
+"""Of so many rows one may be off by more, if rows of the runs themselves are: of many tokens, with a choice of experts
+in every layer, some go another way than in any of the runs."""
 VAGUE = 0.5
 """Relative distance from which a bound tells little."""
 _TOO_LARGE = 1e18
@@ -183,7 +186,7 @@ class Yardstick:
 
     def bound(self, name: str) -> float:
         """Return the largest relative distance of something from the nearest run, of all rows."""
-        return float(_bounds([run[name] for run in self._runs], self._most).max().item())
+        return float(_bounds([run[name] for run in self._runs], self._most)[0].max().item())
 
     def _verdict(self, found: Trace) -> Verdict:
         plain = self._runs[0]
@@ -200,18 +203,22 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 def _verdict(name: str, found: Tensor, runs: Sequence[Tensor], most: float) -> Verdict:
     """Return how far rows are from the nearest ones, where that is most out of proportion."""
-    bounds = _bounds(runs, most)
+    bounds, astray = _bounds(runs, most)
     apart = torch.stack([_apart(found, run) for run in runs]).amin(0) / _sizes(runs[0])
-    row = int((apart / bounds).argmax())
+    row = int((apart / bounds).argsort(descending=True)[min(astray, len(bounds) // FEW)])
     return Verdict(apart[row].item(), bounds[row].item(), name, vague=bool((bounds > VAGUE).any()))
 
 
-def _bounds(runs: Sequence[Tensor], most: float) -> Tensor:
-    """Return how far each row may be from the nearest one, relative to its size, as those are from each other."""
+def _bounds(runs: Sequence[Tensor], most: float) -> tuple[Tensor, int]:
+    """Return how far each row may be from the nearest one, relative to its size, as those are from each other.
+
+    And how many rows of a run are further from all others: tokens that went to experts of their own.
+    """
     between = torch.stack([torch.stack([_apart(one, other) for other in runs]) for one in runs])  # [N, N, R]
     between.diagonal(dim1=0, dim2=1).fill_(math.inf)
-    noise = between.amin(1).median(0).values / _sizes(runs[0])
-    return (FACTOR * noise).clamp(LEAST * torch.finfo(torch.float32).eps, most)
+    nearest = between.amin(1) / _sizes(runs[0])
+    bounds = (FACTOR * nearest.median(0).values).clamp(LEAST * torch.finfo(torch.float32).eps, most)
+    return bounds, int((nearest > bounds).sum(1).amax())
 
 
 def _sizes(rows: Tensor) -> Tensor:

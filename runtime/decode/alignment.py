@@ -203,8 +203,8 @@ def tables_of(graph: DecodeGraph) -> list[Table]:
 
 
 def _table(buffers: list[Tensor]) -> Table:
-    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64)
-    return Table(addresses.to(buffers[0].device), buffers)
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    return Table(torch.tensor(addresses, dtype=torch.int64, device=buffers[0].device), buffers)
 
 
 def _shifted(tensor: Tensor, dimension: int, shift: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class Arrival:
         self._event: torch.cuda.Event | None = None
         self._tokens = source
         if source.is_cuda:
-            self._tokens = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._tokens = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
             self._tokens.copy_(source, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(source.device))

@@ -79,10 +79,11 @@ def are_handed_on(model: Any) -> bool:
 
     transformers' own did so by `state` before release 5.24; a class may do it by itself.
     """
-    name, states = argument_of_states(model), [torch.zeros(())]
+    name, states = argument_of_states(model), [torch.zeros((), device=model.device)]
     outputs = ModelOutput()
     outputs[name] = states
-    given = {"use_cache": True, "cache_position": torch.zeros(1, dtype=torch.int64)}  # which release 5.0 counts
+    positions = torch.zeros(1, dtype=torch.int64, device=model.device)
+    given = {"use_cache": True, "cache_position": positions}  # which release 5.0 counts
     next_given = model._update_model_kwargs_for_generation(outputs, given, is_encoder_decoder=False)
     return next_given.get(name) is states
 

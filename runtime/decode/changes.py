@@ -10,16 +10,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..core.snapshot import REGISTRIES, Snapshot, copied, parts
+from ..core.snapshot import KNOWN, REGISTRIES, Snapshot, copied, is_other, parts
 
 _NOTHING = object()
-_KNOWN = (Tensor, bool, int, float, str, NoneType, torch.dtype, torch.device)
 
 
 class Changes(NamedTuple):
@@ -69,7 +67,7 @@ class Before:
         for now, before in self._snapshot.attributes:
             for name in sorted(now.keys() - REGISTRIES | before.keys()):
                 value = now.get(name, _NOTHING)
-                if _is_other(value, before.get(name, _NOTHING)) or any(id(part) in written for part in parts([value])):
+                if is_other(value, before.get(name, _NOTHING)) or any(id(part) in written for part in parts([value])):
                     yield now, name
 
     @torch.no_grad()
@@ -90,16 +88,7 @@ class Before:
 
 def _others(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     names = sorted(now.keys() | before.keys())
-    return [name for name in names if _is_other(now.get(name, _NOTHING), before.get(name, _NOTHING))]
-
-
-def _is_other(value: Any, before: Any) -> bool:
-    if value is before:
-        return False
-    try:
-        return isinstance(value, Tensor) or not bool(value == before)
-    except (RuntimeError, ValueError, TypeError):  # tensors and arrays in it have no single truth
-        return True
+    return [name for name in names if is_other(now.get(name, _NOTHING), before.get(name, _NOTHING))]
 
 
 class Kept:
@@ -142,11 +131,11 @@ class Kept:
                 continue
             now = vars(module)
             for name, value in values.items():
-                if (new := now.get(name, _NOTHING)) is not value and _is_other(new, value):
+                if (new := now.get(name, _NOTHING)) is not value and is_other(new, value):
                     yield module, name
             if now.keys() != names:
                 new_names = ((name, value) for name, value in _held(now).items() if name not in names)
-                yield from ((module, name) for name, value in new_names if _is_other(value, _of_class(module, name)))
+                yield from ((module, name) for name, value in new_names if is_other(value, _of_class(module, name)))
 
 
 def _of_class(module: nn.Module, name: str) -> Any:
@@ -156,7 +145,7 @@ def _of_class(module: nn.Module, name: str) -> Any:
 def _held(state: dict[str, Any]) -> dict[str, Any]:
     """Return the attributes that are tensors or plain values, containers copied."""
     own = ((name, state[name]) for name in state.keys() - REGISTRIES)
-    return {name: copied(value) for name, value in own if all(isinstance(part, _KNOWN) for part in parts([value]))}
+    return {name: copied(value) for name, value in own if all(isinstance(part, KNOWN) for part in parts([value]))}
 
 
 @contextlib.contextmanager

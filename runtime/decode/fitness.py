@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer, EncoderDecoderCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -21,10 +24,14 @@ from transformers.generation.stopping_criteria import (
 )
 
 from ..cache import names, states
+from ..cache.fields import is_known, is_whole
 from ..cache.nested import UnknownState
 from ..cache.own import made_by, own_cache_of, own_tensors
 from ..core import backend
 from ..core.local import is_local
+from ..core.observers import only_records
+from ..core.process import is_watched
+from ..core.provenance import home_of, is_runtime, is_written, plain
 from ..core.target import CARRIED, INPUTS, RANKS, STATES
 from .carried import are_handed_on, argument_of_states, carries, class_of_states
 from .policy import policy_of
@@ -42,6 +49,16 @@ _KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria, EosTo
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 _NOT_FOR_THE_MODEL = {"tokenizer", "assistant_tokenizer", "assistant_model", "inputs_tensor"}
 _OWN_INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+_LOOP = {"_sample", "_prefill"} | {
+    name
+    for name in inspect.unwrap(GenerationMixin._sample).__code__.co_names
+    if name[:2] != "__" and callable(getattr(GenerationMixin, name, None))
+} - {*_OWN_INPUTS}  # fmt: skip
+"""Methods that the loop here stands for, beside those that say what a step is given."""
+_DRAFTS = ("_assisted_decoding", "_get_candidate_generator")
+_HOME = GenerationMixin.__module__
+_written: dict[tuple[str, Any], bool] = {}
+"""Whether a function is transformers' own method of that name."""
 
 
 def recomputes_at_switch(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,15 +173,14 @@ def assists(assistant: Any, model: Any, without_graph: bool) -> bool:
     """Return whether the loop here can let `assistant` draft for `model`, whose tokens have to be the same ones."""
     same = assistant is not model and assistant.device == model.device
     vocabularies = {_text_config(one).vocab_size for one in (model, assistant)}
-    own = any(_overrides(type(assistant), name) for name in _OWN_INPUTS)
     split = getattr(assistant, "_tp_size", None)
     return (
         same
-        and not own
+        and not own_steps(assistant)
         and not split
         and not carries(assistant)
         and len(vocabularies) == 1
-        and _unfit_model(assistant, without_graph) is None
+        and (_unfit_model(assistant, without_graph) or unfit_modules(assistant)) is None
     )
 
 
@@ -189,6 +205,8 @@ def lookup_of(model: Any, call: Call, assistant: Any = None) -> Lookup | str:
         return "drafts_for_states"
     if STATES and any(states.is_stateful(layer) for layer in getattr(call.cache, "layers", ())):
         return "drafts_for_states"
+    if any(_overrides(model, name) for name in _DRAFTS):
+        return "drafted"
     if has_own_inputs(model, call):
         return "drafts_for_inputs"
     if policy_of(model).fewest_tokens > 1:
@@ -201,13 +219,21 @@ def can_watch() -> bool:
     return "next_sequence_length" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 
 
+def own_steps(model: Any) -> bool:
+    """Return whether a model, its class or transformers' has another way from one step's inputs to the next."""
+    return any(_overrides(model, name) for name in _OWN_INPUTS)
+
+
 def has_own_inputs(model: Any, call: Call) -> bool:
     """Return whether a step is given more than tokens, a 2D mask and position ids, or in a way of the model's own."""
-    own = any(_overrides(type(model), name) for name in _OWN_INPUTS)
-    return own or call.cache_name != names.passed_on() or not set(call.inputs) <= {call.cache_name, *_KNOWN_INPUTS}
+    return (
+        own_steps(model)
+        or call.cache_name != names.passed_on()
+        or not set(call.inputs) <= {call.cache_name, *_KNOWN_INPUTS}
+    )
 
 
-def unfit(model: Any, call: Call, without_graph: bool, ranks: Any = None) -> str | None:
+def unfit(model: Any, call: Call, without_graph: bool, ranks: Any = None, fits: bool = False) -> str | None:
     """Return why `call` cannot take the graph's loop, a key of `reasons.REASONS`; None if it can try.
 
     Args:
@@ -216,6 +242,7 @@ def unfit(model: Any, call: Call, without_graph: bool, ranks: Any = None) -> str
         without_graph: whether a CPU will do.
         ranks: the `Ranks` that share the model; why they cannot go on, a key of `reasons.REASONS`; None for a model
             that is not dealt.
+        fits: whether the modules were looked through, as they are now.
     """
     if isinstance(ranks, str):
         return ranks
@@ -223,7 +250,8 @@ def unfit(model: Any, call: Call, without_graph: bool, ranks: Any = None) -> str
         return "several_devices" if RANKS else "ranks_left_out"
     if ranks is not None and any(isinstance(criterion, MaxTimeCriteria) for criterion in call.criteria):
         return "clocks"
-    return _unfit_model(model, without_graph) or _unfit_call(model, call) or _unfit_inputs(model, call)
+    reason = _unfit_model(model, without_graph) or (None if fits else unfit_modules(model))
+    return reason or _unfit_call(model, call) or _unfit_inputs(model, call)
 
 
 def _unfit_model(model: Any, without_graph: bool) -> str | None:
@@ -239,14 +267,23 @@ def _unfit_model(model: Any, without_graph: bool) -> str | None:
         return "autocast"
     if torch.compiler.is_compiling() or model._compiled_call_impl is not None:
         return "compiled"
-    if any(_overrides(type(model), name) for name in ("_prefill", *(() if can_watch() else _OWN_INPUTS))):
+    if is_watched():
+        return "watched"
+    if torch.nn.modules.module._has_any_global_hook():
+        return "observed"
+    if any(_overrides(model, name) for name in _LOOP) or (not can_watch() and own_steps(model)):
         return "own_loop"
-    if _makes_cache(type(model)):
+    if _makes_cache(model):
         return "own_loop"
     if CARRIED and argument_of_states(model) and not are_handed_on(model):
         return "states_stay"
     if _text_config(model)._attn_implementation not in ("eager", "sdpa"):
         return "attention_implementation"
+    return None
+
+
+def unfit_modules(model: Any) -> str | None:
+    """Return why the modules of a model, looked through one by one, speak against a graph; None if they do not."""
     if any(_depends_on_length(module) for module in model.modules()):
         return "rope_depends_on_length"
     return "observed" if any(_watched(module) for module in model.modules()) else None
@@ -303,13 +340,16 @@ def _unfit_cache(model: Any, call: Call) -> str | None:
         return None  # nothing is in it
     if kind is not None and isinstance(cache, kind):
         return None  # it goes to the model as it is
-    if type(cache) is not (own or DynamicCache) or cache.offloading:
+    given = call.inputs.get(call.cache_name)
+    if type(cache) is not (own or DynamicCache) or not is_known(given):
+        return "cache_kind"
+    if isinstance(given, EncoderDecoderCache) and not knows_both(model):
         return "cache_kind"
     if not cache.layers and carries(model) and own is None:
         return "cache_kind"  # its first layer would be one that the model does not write
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     lengths = {layer.get_seq_length() for layer in layers}
-    held = [layer.keys for layer in layers if layer.keys is not None and layer.keys.numel()]
+    held = [tensor for layer in layers if layer.keys is not None for tensor in (layer.keys, layer.values)]
     if STATES:
         held += states.tensors(cache.layers)
     if CARRIED and own is not None:
@@ -319,24 +359,48 @@ def _unfit_cache(model: Any, call: Call) -> str | None:
             return "cache_kind"
         if elsewhere or cache.get_seq_length() != length_of(cache):
             return "cache_contents"
-    if len(lengths - {0}) > 1 or any(tensor.shape[0] != batch or tensor.device != model.device for tensor in held):
+    rows = {len(tensor) for tensor in held if tensor.numel()}
+    if len(lengths - {0}) > 1 or rows - {batch} or not all(map(is_whole, layers)):
+        return "cache_contents"
+    if any(type(tensor) is not Tensor or tensor.device != model.device for tensor in held):
         return "cache_contents"
     seen = length_of(cache) + call.input_ids.shape[1] + call.steps - 1
-    return "window" if seen > unmasked_window(model, cache) else None
+    return "window" if seen > unmasked_window(model, cache, seen) else None
 
 
-def unmasked_window(model: Any, cache: DynamicCache) -> float:
-    """Return how many tokens a cache may hold until it forgets some that no mask of the model would hide."""
+def unmasked_window(model: Any, cache: DynamicCache, seen: int = 0) -> float:
+    """Return how many tokens a cache may hold until it forgets some that no mask of the model would hide.
+
+    Args:
+        model: whose masks hide what its configuration says.
+        cache: of the model, or of its caller.
+        seen: tokens that no window hides if it is as wide; they are not asked for what the masks do.
+    """
+    windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
     if not getattr(model, "_within_window", False):
-        return math.inf
-    windows = (layer.sliding_window for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer))
-    return min(windows, default=math.inf)
+        masked = _masked_windows(model) if any(window and window < seen for window in windows) else windows
+        windows = [window for window, hidden in zip_longest(windows, masked) if window != hidden]
+    return min((window for window in windows if window is not None), default=math.inf)
+
+
+def _masked_windows(model: Any) -> list[int | None]:
+    """Return the window of each layer that the configuration gives one to."""
+    try:
+        layers = DynamicCache(config=_text_config(model)).layers
+    except AttributeError:  # a model of several stacks has no single number of layers
+        return []
+    return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
 def length_of(cache: Any) -> int:
     """Return how many tokens a cache holds, as far as its layers tell; 0 where there is none, or it has no layers."""
     layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, CacheLayerMixin)]
     return max((layer.get_seq_length() for layer in layers), default=0)
+
+
+def knows_both(model: Any) -> bool:
+    """Return whether the file of a model knows caches that also hold what an encoder found."""
+    return "EncoderDecoderCache" in vars(sys.modules[type(model.base_model).__module__])
 
 
 def keeps_cache(call: Call) -> bool:
@@ -379,18 +443,8 @@ def repeats_given_positions(model: Any) -> bool:
     return makes_cache_position(model) and not hasattr(model, "_prepare_position_ids_for_generation")
 
 
-def only_records(module: nn.Module) -> bool:
-    """Return whether what watches a module is what transformers leaves behind once it recorded hidden states."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    forward = module.__dict__.get("forward")
-    # Release 5.0 puts the class's own method back on the instance.
-    own = forward is None or getattr(forward, "__func__", None) is type(module).forward
-    others = module._backward_hooks or module._backward_pre_hooks or not own
-    return not others and all(hook.__module__ == "transformers.utils.output_capturing" for hook in hooks)
-
-
 def _watched(module: nn.Module) -> bool:
-    if not backend.observed(module) or "parametrizations" in module._modules or is_local(module):
+    if not backend.observed(module) or is_local(module):
         return False
     return torch.nn.modules.module._has_any_global_hook() or not only_records(module)
 
@@ -401,17 +455,35 @@ def _depends_on_length(module: nn.Module) -> bool:
     return any(kind in ("dynamic", "longrope") for kind in kinds)
 
 
-def _overrides(model_class: type, name: str) -> bool:
-    inherited, found = getattr(GenerationMixin, name, None), inspect.getattr_static(model_class, name)
-    same = inherited in (None, found, getattr(found, "__wrapped__", None))  # the loop's mixin wraps one
-    return not same and not getattr(found, "_recomputes_at_switch", False)
+def _overrides(model: Any, name: str) -> bool:
+    """Return whether a method of transformers' loop is another one: the instance's, its class's, the mixin's own."""
+    if name not in vars(GenerationMixin):
+        return False
+    found = vars(model).get(name)
+    found = plain(getattr(type(model), name) if found is None else found)
+    if not _is_of_mixin(name, vars(GenerationMixin)[name]):
+        return True
+    ours = isinstance(found, FunctionType) and is_runtime(home_of(found)) and "__wrapped__" not in vars(found)
+    return not (ours or _is_of_mixin(name, found) or getattr(found, "_recomputes_at_switch", False))
 
 
-def _makes_cache(model_class: type) -> bool:
-    """Return whether a class makes its cache in a way that is not transformers' with something added."""
+def _is_of_mixin(name: str, function: Any) -> bool:
+    """Return whether a function is the one that is written in transformers' mixin, or ours around it."""
+    known = _written.get((name, function))
+    if known is None:
+        known = is_written(function, _HOME, f"{GenerationMixin.__name__}.{name}")
+        if known:
+            _written[name, function] = known
+    return known
+
+
+def _makes_cache(model: Any) -> bool:
+    """Return whether a model makes its cache in a way that is not transformers' with something added."""
     name = "_prepare_cache_for_generation"
-    used = getattr(inspect.getattr_static(model_class, name, None), "__code__", None)
-    return _overrides(model_class, name) and (used is None or not {"super", name} <= {*used.co_names})
+    if not _overrides(model, name):
+        return False
+    used = getattr(inspect.getattr_static(model, name, None), "__code__", None)
+    return used is None or name in vars(model) or not {"super", name} <= {*used.co_names}
 
 
 def _text_config(model: Any) -> Any:

@@ -24,7 +24,7 @@ from ..core import backend
 from ..core.target import RANKS, SPECULATION
 from ..parallel.shards import local
 from .carried import restoring
-from .fitness import Call, Unfit, assists, lookup_of, unfit, with_cache
+from .fitness import Call, Unfit, assists, lookup_of, unfit, unfit_modules, with_cache
 from .graph_store import store_of
 from .loop import GraphLoop
 from .plan import planned
@@ -68,6 +68,7 @@ class GraphGeneration(GenerationMixin):
         )
         generated, reason = self._generated(call)
         if reason is None:
+            backend.forget_reason("generate", self)
             return generated
         backend.count_fallback("generate", reason, self)
         with plain_inside(self):
@@ -103,6 +104,7 @@ class GraphGeneration(GenerationMixin):
         if SPECULATION:
             generated, reason = self._drafted(input_ids, arguments, keywords)
             if reason is None:
+                backend.forget_reason("generate", self)
                 return generated
         backend.count_fallback("generate", str(reason), self)
         with plain_inside(self):
@@ -126,18 +128,23 @@ class GraphGeneration(GenerationMixin):
     def _generated(self, call: Call, lookup: Lookup | None = None, assistant: Any = None) -> tuple[Any, str | None]:
         """Return what the graph's loop generates and None, or None and why transformers' own has to run."""
         with self._own_tensors() as ranks:
-            reason = unfit(self, call, self._step_without_graph, ranks)
+            store = store_of(self)
+            known = store.fits and ranks is None  # of several ranks none may find out later than the others
+            reason = unfit(self, call, self._step_without_graph, ranks, known)
             if SPECULATION and lookup is not None and ranks is not None:
                 reason = reason or "drafts_for_ranks"
             plan = planned(call, ranks, reason)
             if plan.reason is not None:
                 return None, plan.reason
-            with plan.watched(), store_of(self).claimed(self) as ours:
+            with plan.watched(), store.claimed(self) as ours:
                 if not ours:
                     return None, "reentrant"
+                if known and not store.fits and (reason := unfit_modules(self)) is not None:
+                    return None, reason
+                store.fits = True
                 try:
                     with restoring(self, call.inputs):
-                        generation = GraphLoop(self, call, store_of(self), plan, lookup)
+                        generation = GraphLoop(self, call, store, plan, lookup)
                         if SPECULATION and assistant is not None:
                             with store_of(assistant).claimed(assistant) as theirs:
                                 return (generation.run(assistant), None) if theirs else (None, "reentrant")

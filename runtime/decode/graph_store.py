@@ -16,8 +16,12 @@ from transformers.cache_utils import DynamicCache
 from ..cache.own import own_cache_of
 from ..core import backend
 from ..core.compile_ahead import Compilation
-from ..core.target import FP8_CACHE
-from .attributes import Attributes
+from ..core.local import is_local
+from ..core.observers import has_recorded
+from ..core.process import settings
+from ..core.provenance import runs_as_written
+from ..core.snapshot import Snapshot, copied
+from ..core.target import CHANGES, FP8_CACHE
 from .cache_format import get_cache_format
 from .carried import argument_of_states
 from .fp8_cache import layers_in_8_bits
@@ -27,8 +31,6 @@ GRAPHS_KEPT = 4
 """Caches, with their graphs, that a model keeps; the one used longest ago goes first."""
 ROUNDING = 256
 """Capacities are multiples of this, so that calls of similar length share a graph."""
-
-_ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 
 _stores: weakref.WeakKeyDictionary[nn.Module, GraphStore] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
@@ -47,8 +49,11 @@ class GraphStore:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner: int | None = None
-        self._signature: Hashable = None
-        self._attributes: Attributes | None = None
+        self._settings: Hashable = None
+        self._snapshot: Snapshot | None = None
+        self._left: frozenset[str] = frozenset()
+        """Attributes that the model's code leaves on modules: whether a step reads one, `changes.Kept` asks."""
+        self._left_values: list[Any] = []
         self._idle: torch.cuda.Event | None = None
         self.graphs: OrderedDict[tuple[int, int], DecodeGraph] = OrderedDict()
         """By batch size and capacity, last used last."""
@@ -60,6 +65,9 @@ class GraphStore:
         """Of the kernels of prompts and steps, by batch size, where a call began without them."""
         self.gives_back_plain = False
         """Whether the model was seen to give a growing cache back as it was given one."""
+        self.fits = False
+        """Whether the modules, as they are now, were looked through, and nothing about them speaks against a graph."""
+        self._fused: bool | None = None
 
     @contextlib.contextmanager
     def claimed(self, model: nn.Module) -> Iterator[bool]:
@@ -75,8 +83,22 @@ class GraphStore:
                     torch.cuda.current_stream(self._idle.device).wait_event(self._idle)
                 yield True
             finally:
+                if CHANGES:
+                    self._learn(model)
                 self._remember_idle()
                 self._owner = None
+
+    def is_fused(self, model: nn.Module) -> bool:
+        """Return whether the layers may take their `decode` in a step.
+
+        That repeats their `forward`, without a call of the modules inside: nobody is to watch those, and the code that
+        it was made from is to be what stands there.
+        """
+        if self._fused is None:
+            assert self._snapshot is not None
+            watched = (module for module in model.modules() if backend.observed(module) and not is_local(module))
+            self._fused = not self._snapshot.code.others and all(map(_has_recorded, watched))
+        return self._fused
 
     def find(
         self, model: Any, batch_size: int, needed: int, like: DynamicCache, captures: bool, in_16_bits: str = ""
@@ -108,25 +130,49 @@ class GraphStore:
             del self.graphs[key]
 
     def _forget_if_changed(self, model: nn.Module) -> None:
-        signature = _signature_of(model)
-        if signature != self._signature or self._attributes is None or not self._attributes.are_current():
+        known, now = self._snapshot, settings()
+        if known is None or now != self._settings or not (known.is_mapped() and known.is_current()):
             self.release()
-            self._signature, self._attributes = signature, Attributes(model)
+            self._settings = now
+            self._know(model)
+        elif CHANGES and self._left and self._read_left(model) != self._left_values:
+            for graph in self.graphs.values():
+                graph.prompts.clear()  # which may have read it; of steps, `changes.Kept` knows
         for graph in [graph for graph in self.graphs.values() if graph.cache.has_old_tables]:
             self.drop(graph)
 
-    def settle(self, model: nn.Module, graph: DecodeGraph) -> None:
-        """Know the model by what it is after a first step: its first forward packs the weights, which moves them.
+    def _know(self, model: nn.Module) -> None:
+        """Know the model by what it is now."""
+        self._snapshot, self._fused, self.fits = Snapshot(model, self._left), None, False
 
-        It may also set attributes that it had not. Other graphs than that step's are of the weights where they were.
+    def settle(self, model: nn.Module, graph: DecodeGraph) -> None:
+        """Know the model by what it is after a first step, whether that was taken or refused.
+
+        Its first forward packs the weights, which moves them, and may set attributes that it had not. Graphs other
+        than that step's are of the weights where they were.
         """
-        signature = _signature_of(model)
-        if signature != self._signature:
+        known = self._snapshot
+        if known is not None and not known.is_mapped():
             for other in [kept for kept in self.graphs.values() if kept is not graph]:
                 self.drop(other)
-            self._signature = signature
-        if self._attributes is None or not self._attributes.are_current():
-            self._attributes = Attributes(model)
+        if CHANGES:
+            self._learn(model)
+        if known is None or not (known.is_mapped() and known.is_current()):
+            fits, fused = self.fits, self._fused
+            self._know(model)
+            self.fits, self._fused = fits, fused
+
+    def _learn(self, model: nn.Module) -> None:
+        """See what attributes a call has left on modules: another one is no change of the model."""
+        if self._snapshot is not None and (left := self._snapshot.left_since()):
+            self._left |= left
+            self._know(model)
+        self._left_values = self._read_left(model)
+
+    def _read_left(self, model: nn.Module) -> list[Any]:
+        """Return what is left on modules, a tensor by where it is."""
+        found = (vars(module).get(name) for module in model.modules() for name in sorted(self._left))
+        return [id(value) if isinstance(value, torch.Tensor) else copied(value) for value in found]
 
     def _remember_idle(self) -> None:
         """Note where the device will be done with the buffers: replays beyond the stop may still run."""
@@ -161,25 +207,9 @@ def _has_layers(graph: DecodeGraph, model: Any, like: DynamicCache) -> bool:
     return len(graph.cache.layers) == len(layers)
 
 
-def _signature_of(model: nn.Module) -> Hashable:
-    """Return what changes when a graph must not be replayed any more: classes, addresses, hooks, adapters, choices."""
-    parts: list[Hashable] = [_settings(model)]
-    for module in model.modules():
-        parts.append(id(type(module)))
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                parts.append((tensor.data_ptr(), tensor.dtype))
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
-            parts.append(id(module))
-        if hasattr(module, "_disable_adapters"):  # a layer of peft
-            parts.append(tuple(str(getattr(module, name, None)) for name in _ADAPTER_STATE))
-    parts.append((backend.get_backend(), *backend.named_besides.values()))
-    return tuple(parts)
-
-
-def _settings(model: nn.Module) -> Hashable:
-    config = getattr(model, "config", None)
-    return tuple(str(getattr(config, name, None)) for name in ("_attn_implementation", "_experts_implementation"))
+def _has_recorded(module: nn.Module) -> bool:
+    """Return whether nothing takes part in a module's call but transformers' recording of hidden states."""
+    return has_recorded(module) and runs_as_written(type(module))
 
 
 def describe(model: nn.Module) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -18,12 +17,12 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ..cache.grown import takes_padding
+from ..cache.layers import OtherContents
 from ..cache.names import NAMES, given_back
 from ..cache.nested import UnknownState
 from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed
 from ..core.compile_ahead import CompilerLoading, taking_turns
-from ..core.local import is_local
 from ..core.position_count import position_count
 from ..core.target import CHANGES, GROWS, INPUTS, SPECULATION
 from .alignment import Alignment, aligns
@@ -31,7 +30,7 @@ from .arrival import Arrival
 from .assistant import Assistant
 from .changes import Before
 from .drafted import DraftedLoop, fits
-from .fitness import Call, Unfit, has_own_inputs, keeps_cache, length_of
+from .fitness import Call, Unfit, has_own_inputs, keeps_cache, knows_both, length_of
 from .graph import DecodeGraph, Program, UnknownCache
 from .graph_store import GraphStore, Refusal, store_of
 from .head_start import PlainStep, has_head_start
@@ -134,10 +133,18 @@ class GraphLoop:
             if before is not None:
                 before.put_back(error.changes)
             raise self._refuse(graph, "step_changes", error=error) from error
+        except OtherContents as error:
+            self.store.drop(graph)
+            raise Unfit("cache_contents") from error
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
-        if is_new:
-            self.store.settle(self.model, graph)
+        except BaseException:
+            if is_new:  # it may be that of layers which are not the model's
+                self.store.drop(graph)
+            raise
+        finally:
+            if is_new:
+                self.store.settle(self.model, graph)
 
     def _proved(self, graph: DecodeGraph, tokens: Tensor, assistant: Any = None) -> Program:
         """Return the graph of a step that has been compared with the model's, of the tokens `[B]` that come next."""
@@ -190,9 +197,13 @@ class GraphLoop:
             raise Unfit("cache_kind") from error
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
-        watched = (module for module in self.model.modules() if backend.observed(module))
-        graph.cache.fused = all(is_local(module) for module in watched)
-        graph.cache.load(self.dynamic)
+        graph.cache.fused = self.store.is_fused(self.model)
+        try:
+            graph.cache.load(self.dynamic)
+        except OtherContents as error:
+            if not graph.is_proved:
+                self.store.drop(graph)
+            raise Unfit("cache_contents") from error
         return graph
 
     def _find(self, needed: int) -> DecodeGraph:
@@ -493,7 +504,7 @@ class GraphLoop:
             sequences = torch.cat([call.input_ids, graph.state.sequence[:, start : start + count]], dim=-1)
         carried = graph.carried.leave() if graph.carried else None
         if keeps_cache(call):
-            graph.cache.store(self.dynamic, length)
+            graph.cache.store(self.dynamic, length, drafted=self.lookup is not None)
             if INPUTS and graph.watched is not None:
                 graph.watched.store(call.inputs.get(call.cache_name))
         if call.streamer is not None:
@@ -522,8 +533,11 @@ class GraphLoop:
 
         def _wrapped(self, given: DynamicCache) -> Cache:
             call, config = self.call, self.model.config
-            knows_both = "EncoderDecoderCache" in vars(sys.modules[type(self.model.base_model).__module__])
-            may_wrap = knows_both and not config.is_encoder_decoder and getattr(config, "add_cross_attention", True)
+            may_wrap = (
+                knows_both(self.model)
+                and not config.is_encoder_decoder
+                and getattr(config, "add_cross_attention", True)
+            )
             if not may_wrap or self.store.gives_back_plain:
                 return given
             beside = {name: value for name, value in call.inputs.items() if name not in _OF_THE_PROMPT}

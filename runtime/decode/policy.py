@@ -13,9 +13,6 @@ class GraphPolicy(NamedTuple):
 
     fewest_tokens: int = 1
     """Of a prompt in a graph; more where a single token is computed in another way than one of many."""
-    tolerance: float = 0.1
-    """Largest relative distance of a prompt's logits read in a graph and without: products of other shapes round in
-    another order."""
     before_replay: Callable[[nn.Module], None] | None = None
     """Is given the model before its graphs are replayed, maybe with other weights: a replay runs no Python."""
 

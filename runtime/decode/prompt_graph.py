@@ -33,15 +33,19 @@ from ..core.capture import NOT_FOR_A_STEP, capture
 from ..core.launch import rehearsing
 from ..core.position_count import position_count
 from ..core.reading import NoPromptForm, Reading
+from ..core.rounding_noise import Trace, Yardstick
 from ..core.target import CHANGES, READS
 from ..norms.add_norm import add_norm
 from .changes import Before
 from .policy import policy_of
+from .proof import trace
 
 ROUNDING = 128
 """Lengths of graphs are multiples of this."""
 MOST_TOKENS = 2048
 """Tokens of all rows together; with more of them the device is the slower one."""
+SLOTS = 15
+"""Of so many tokens, spread over a prompt, what is left in the cache is compared."""
 
 
 class Form(enum.Enum):
@@ -237,12 +241,20 @@ class PromptGraphs:
         graph = self._graphs.get(length)
         if graph is not None:
             return graph.read(input_ids)
-        model = self._model()
+        model, tokens = self._model(), input_ids.shape[1]
         assert model is not None
         if self._captures:
             warm_up(self.rehearsal(model, cache, length))
+        slots = torch.arange(0, tokens, max(1, tokens // SLOTS), device=cache.position.device)
         with rehearsing():
-            expected = [ordinary().float(), *_some_slots(cache, input_ids.shape[1])]
+            expected = trace(cache, slots, ordinary().float())
+
+        def again() -> Trace:
+            cache.rewind(0)
+            with backend.plainly():
+                return trace(cache, slots, ordinary().float())
+
+        yardstick = Yardstick(expected, again, cache.position.device)
         while self.refusal is None:
             cache.rewind(0)
             form = self._forms_for(length)[0]
@@ -260,18 +272,16 @@ class PromptGraphs:
             except NOT_FOR_A_STEP as error:
                 self._refuse(form, "fails", f"{type(error).__name__}: {error}")
             else:
-                found = [logits.float()]
-                if form is not Form.FORWARD:
-                    found += _some_slots(cache, input_ids.shape[1])
-                distance = _distance(found, expected)
+                verdict = yardstick.judge(trace(cache, slots, logits.float()))
                 if before is not None and before.changes() is not None:
                     self._refuse(form, "changes", "a prompt leaves something on the model")
-                elif distance < self._policy.tolerance:
+                elif verdict.holds:
                     self.clear_if_moved()
                     self._graphs[length], self._addresses = graph, _addresses_of(self._model())
-                    return logits
+                    cache.rewind(0)
+                    return graph.read(input_ids)  # over what the yardstick left
                 else:
-                    self._refuse(form, "differs", f"tokens behind the prompt change its logits by {distance:.3g}")
+                    self._refuse(form, "differs", f"tokens behind the prompt change {verdict}")
         cache.rewind(0)
         return ordinary()
 
@@ -303,22 +313,6 @@ class PromptGraphs:
             return
         self.refusal = detail
         backend.count_fallback("prompt_graph", reason, self._model())
-
-
-def _some_slots(cache: PreallocatedCache, tokens: int) -> list[Tensor]:
-    """Return what up to 16 slots of a prompt of so many tokens hold, of each layer's buffers."""
-    slots = torch.arange(0, tokens, max(1, tokens // 15), device=cache.position.device)
-    return [found for layer in cache.attention_layers for found in layer.of_slots(slots)]
-
-
-def _distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest relative distance: of a row of logits, and of a layer's slots as far as they were found."""
-    logits, wanted = found[0], expected[0]
-    far = [((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()]
-    far += [
-        (one - two).norm() / two.norm().clamp_min(1e-30) for one, two in zip(found[1:], expected[1:], strict=False)
-    ]
-    return float(torch.stack([value.to(far[0]) for value in far]).max().item())
 
 
 def steps_read_prompts(model: Any) -> bool:

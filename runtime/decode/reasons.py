@@ -19,7 +19,8 @@ REASONS = {
     "gradient": "gradients are wanted",
     "autocast": "autocast chooses the dtype of each product",
     "compiled": "torch.compile compiles the model",
-    "observed": "a hook or a wrapped forward watches a module: a replay would not call it",
+    "observed": "a hook or a wrapped forward watches a module, which `explain` names: a replay would not call it",
+    "watched": "a mode of torch, a transform or a tracer takes part in the call: a replay would not call it",
     "own_loop": "the model has its own way from one step's inputs to the next",
     "attention_implementation": "only eager and sdpa attention are known to respect the mask of a fixed-size cache",
     "rope_depends_on_length": "the rotary frequencies change with the length of the text",
@@ -39,8 +40,10 @@ REASONS = {
     "compile_config": "the call asks for torch.compile",
     "no_cache": "the call goes without a cache",
     "cache_implementation": "the call asks for a kind of cache",
-    "cache_kind": "the cache is of no class that the loop knows, has layers of no fixed size, or lacks what is asked",
-    "cache_contents": "the cache to continue has another batch size or device, or layers of unequal length",
+    "cache_kind": "the cache, or a layer of it, is of no class that the loop knows, holds what it does not carry "
+    "(a mode, a method of the caller's), has no fixed size, or lacks what is asked",
+    "cache_contents": "the cache to continue has another batch size, device or dtype, or layers that hold less than "
+    "the model reads",
     "window": "the text may grow beyond a sliding window, which the model's cache keeps to and its masks do not have",
     "inputs": "what the model's loop gives its forward does not follow from what it gave for the token before",
     "attention_mask": "the mask is no left padding of all that was seen, or a step would read padding in another way",

@@ -265,8 +265,8 @@ def _bias(processor: Any, device: torch.device) -> Form | None:
     biases: dict[tuple[int, ...], float] = processor.sequence_bias
     if any(len(ids) != 1 for ids in biases):
         return None
-    ids = torch.tensor([ids[0] for ids in biases], dtype=torch.int64).to(device)
-    values = torch.tensor(list(biases.values()), dtype=torch.float32).to(device)
+    ids = torch.tensor([ids[0] for ids in biases], dtype=torch.int64, device=device)
+    values = torch.tensor(list(biases.values()), dtype=torch.float32, device=device)
 
     def run(_: Tensor, scores: Tensor, length: Tensor) -> Tensor:
         return scores + torch.zeros_like(scores[0]).index_copy_(0, ids, values)
@@ -276,7 +276,7 @@ def _bias(processor: Any, device: torch.device) -> Form | None:
 
 def _until(least: int, eos: Tensor, device: torch.device) -> Form:
     """Return a form that forbids the ends before `least` tokens."""
-    ids, limit = eos.to(device, copy=True).view(-1), torch.tensor([least]).to(device)
+    ids, limit = eos.to(device, copy=True).view(-1), torch.tensor([least], device=device)
 
     def run(_: Tensor, scores: Tensor, length: Tensor) -> Tensor:
         ends = torch.zeros_like(scores[0], dtype=torch.bool).index_fill_(0, ids, True)
@@ -288,7 +288,7 @@ def _until(least: int, eos: Tensor, device: torch.device) -> Form:
 def _forced(processor: Any, device: torch.device) -> Form:
     """Return a form that leaves nothing but the ends for the last token."""
     ids = processor.eos_token_id.to(device, copy=True).view(-1)
-    last = torch.tensor([processor.max_length - 1]).to(device)
+    last = torch.tensor([processor.max_length - 1], device=device)
 
     def run(_: Tensor, scores: Tensor, length: Tensor) -> Tensor:
         forced = torch.full_like(scores, float("-inf")).index_fill_(1, ids, 0.0)
@@ -300,7 +300,7 @@ def _forced(processor: Any, device: torch.device) -> Form:
 def _in_turn(processor: Any, device: torch.device) -> Form:
     """Return a form that leaves the tokens of one codebook, and of the one behind it for every other token."""
     first, second = processor.semantic_vocab_size, processor.semantic_vocab_size + processor.codebook_size
-    bounds = torch.tensor([processor.input_start_len, first, second]).to(device)
+    bounds = torch.tensor([processor.input_start_len, first, second], device=device)
 
     def run(_: Tensor, scores: Tensor, length: Tensor) -> Tensor:
         start, first, second = bounds
@@ -333,7 +333,7 @@ def _no_ngram_of_the_encoder(processor: Any, device: torch.device) -> Form:
     # Texts of about the same length share a graph.
     width = 1 << max(len(row) for row in of_rows).bit_length()
     filled = [row + [(-1,) * size] * (width - len(row)) for row in of_rows]
-    ngrams = torch.tensor(filled, dtype=torch.int64).to(device)
+    ngrams = torch.tensor(filled, dtype=torch.int64, device=device)
 
     def run(ids: Tensor, scores: Tensor, length: Tensor) -> Tensor:
         known = ngrams.repeat_interleave(scores.shape[0] // ngrams.shape[0], dim=0)

@@ -33,14 +33,14 @@ class Reader:
         batch, length = input_ids.shape
         self.prompt_length = length
         self.criteria, self.pad, self.streamer = criteria, pad, streamer
-        self.ids = torch.zeros(batch, length + steps, dtype=torch.int64)
+        self.ids = torch.zeros(batch, length + steps, dtype=torch.int64, device="cpu")
         if reads_prompt:
             self.ids[:, :length] = input_ids.cpu()
         self.count = 0
         """Number of tokens read."""
         self.edited = False
         """Whether a row was padded here that the device did not know to have ended."""
-        self._unfinished = torch.ones(batch, dtype=torch.int64)
+        self._unfinished = torch.ones(batch, dtype=torch.int64, device="cpu")
         self._ahead: list[deque[int]] = [deque() for _ in range(batch)]
         """Tokens of rows that are ahead of others."""
 
@@ -60,7 +60,7 @@ class Reader:
             ahead.extend(tokens[row, :count].tolist())
         while all(ahead or ended for ahead, ended in zip(self._ahead, self._ended, strict=True)):
             column = [ahead.popleft() if ahead else 0 for ahead in self._ahead]
-            if self._read_one(torch.tensor(column)):
+            if self._read_one(torch.tensor(column, device="cpu")):
                 return True
         return False
 

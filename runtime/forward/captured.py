@@ -26,8 +26,9 @@ from ..cache.names import NAMES
 from ..core import backend
 from ..core.capture import index_of
 from ..core.compile_ahead import load_compiler_beside
+from ..core.process import settings
 from ..core.target import DRAWS, RAGGED
-from .fitness import is_elsewhere, settings, unfit_call
+from .fitness import is_elsewhere, unfit_call
 from .graph import AsItIs, Given, Run
 from .lengths import Text, text_of
 from .packing import packed_text

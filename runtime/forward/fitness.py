@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 from ..core import backend
 from ..core.launch import collects, rehearses
+from ..core.observers import only_records, records
+from ..core.process import is_watched
 from ..core.target import DRAWS
 
 REASONS = {
@@ -55,35 +56,14 @@ REASONS = {
     "reentrant": "the call comes from inside another forward that is being captured",
 }
 
-RECORDERS = "transformers.utils.output_capturing"
-"""The module of the hooks that transformers leaves behind once it recorded hidden states."""
 _KNOWN_ATTENTION = ("eager", "sdpa", None)
-
-
-def settings() -> Hashable:
-    """Return the settings of the process that a graph was captured under, as kernels were chosen by them."""
-    return (
-        backend.get_backend(),
-        *backend.named_besides.values(),
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.enabled,
-        torch.backends.cudnn.allow_tf32,
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-    )
 
 
 def unfit_call(model: nn.Module, device: torch.device) -> str | None:
     """Return why this moment is none for a graph, a key of `REASONS`: what may be otherwise at the next call."""
     if torch.is_autocast_enabled(device.type):
         return "autocast"
-    if _len_torch_dispatch_stack() or _len_torch_function_stack() or backend.interposed():
-        return "watched"
-    if torch._C._get_tracing_state() is not None or nn.modules.module._has_any_global_hook():
+    if is_watched() or nn.modules.module._has_any_global_hook():
         return "watched"
     return "compiled" if model._compiled_call_impl is not None else None
 
@@ -110,25 +90,10 @@ def unfit_model(model: nn.Module) -> str | None:
     return None
 
 
-def only_records(module: nn.Module) -> bool:
-    """Return whether what watches a module can be part of a graph.
-
-    That is transformers' recording of hidden states, and a parametrisation, which computes a weight from others.
-    """
-    others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    forward = module.__dict__.get("forward")
-    own = forward is None or getattr(forward, "__func__", None) is type(module).forward
-    return bool(not others and own and all(_records(hook) for hook in module._forward_hooks.values()))
-
-
-def _records(hook: Callable[..., Any]) -> bool:
-    return hook.__module__ == RECORDERS and "_active_collector" in getattr(hook, "__globals__", {})
-
-
 def collector_of(model: nn.Module) -> Any:
     """Return what tells whether somebody records hidden states just now; None where no module has a hook for it."""
     for module in model.modules():
-        for hook in module._forward_hooks.values():
+        for hook in filter(records, module._forward_hooks.values()):
             return hook.__globals__["_active_collector"]
     return None
 

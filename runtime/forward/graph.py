@@ -76,6 +76,8 @@ class Outputs:
                 continue
             if tensor.device != device:
                 raise Unsuitable("outputs", f"a tensor on {tensor.device}")
+            if tensor.requires_grad:
+                raise Unsuitable("outputs", "a tensor that wants a gradient")
             if tensor.numel() and _storage(tensor) in others:
                 raise Unsuitable("outputs", "a view of an argument or of a weight")
             self._groups.setdefault(_storage(tensor) if tensor.numel() else id(tensor), []).append(tensor)

@@ -219,21 +219,21 @@ class Garbage:
         """Return a padded tensor [B, P, ...] with other values where the text is not."""
         rows = min(text.rows, padded.shape[0])
         known = padded[:rows, : text.length]
-        generator = torch.Generator().manual_seed(text.length)
+        generator = torch.Generator("cpu").manual_seed(text.length)
         if name == "inputs_embeds":
-            other = torch.randn(padded.shape, generator=generator).to(padded) * 2 * known.float().std(correction=0)
-            other = other.to(padded.dtype)
+            other = torch.randn(padded.shape, generator=generator, device="cpu").to(padded)
+            other = (other * 2 * known.float().std(correction=0)).to(padded.dtype)
         elif name == "input_ids" and self._vocabulary:
-            ids = torch.randint(self._vocabulary, padded.shape, generator=generator)
-            special = torch.tensor([token for token in self._special if 0 <= token < self._vocabulary])
+            ids = torch.randint(self._vocabulary, padded.shape, generator=generator, device="cpu")
+            special = torch.tensor([t for t in self._special if 0 <= t < self._vocabulary], device="cpu")
             first = min(len(special), text.bucket - text.length)
             ids[:, text.length : text.length + first] = special[:first]
             ids[rows:, : len(special)] = special[: text.bucket]
             other = ids.to(padded)
         else:  # values that are known to be allowed
-            places = torch.randint(text.length, (padded.shape[1],), generator=generator).to(padded.device)
-            texts = torch.randint(rows, (padded.shape[0],), generator=generator).to(padded.device)
-            other = known[texts][:, places]
+            places = torch.randint(text.length, (padded.shape[1],), generator=generator, device="cpu")
+            texts = torch.randint(rows, (padded.shape[0],), generator=generator, device="cpu")
+            other = known[texts.to(padded.device)][:, places.to(padded.device)]
         other[:rows, : text.length] = known
         return other
 

@@ -245,7 +245,8 @@ class Written:
             return self.name(f"{start} + {place.flat} * {step}")
         wide = _wide(node.at)
         if node.kind == "div" and not isinstance(node.of[1], Read) and not self.interpreted:
-            inverse = float((1.0 / torch.tensor(node.of[1], dtype=torch.float64)).to(wide))  # as torch does on a GPU
+            divisor = torch.tensor(node.of[1], dtype=torch.float64, device="cpu")
+            inverse = float((1.0 / divisor).to(wide))  # as torch does on a GPU
             node = Node("mul", node.dtype, node.shape, (node.of[0], inverse))
         if node.kind == "gather":
             return self._gathered(node, place)
@@ -297,7 +298,7 @@ class Written:
         wide = _wide(dtype)
         if not wide.is_floating_point:
             return self.name(f"tl.full((1,), {bool(number) if wide == torch.bool else int(number)}, {TYPES[wide]})")
-        value = float(torch.tensor(number, dtype=wide if exact else dtype))
+        value = float(torch.tensor(number, dtype=wide if exact else dtype, device="cpu"))
         text = repr(value) if math.isfinite(value) else f"float('{value}')"
         return self.name(f"tl.full((1,), {text}, {TYPES[wide]})")
 

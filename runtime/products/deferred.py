@@ -28,7 +28,7 @@ from .prologue import LayerNormPrologue, Norm, Prologue, shift_of
 from .put_off import Deferred
 from .transposed import launch_transposed
 
-POINTS = torch.linspace(-12.0, 12.0, 289, dtype=torch.float64)
+POINTS = torch.linspace(-12.0, 12.0, 289, dtype=torch.float64, device="cpu")
 CLOSE = 1e-6
 """Between two activations that files write with constants of seven digits; GELU and its tanh form differ by 5e-4."""
 

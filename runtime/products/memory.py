@@ -207,7 +207,7 @@ def _is_held(tensor: Tensor) -> bool:
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None:
         return True
-    storage, alone = tensor.untyped_storage(), torch.empty(0)
+    storage, alone = tensor.untyped_storage(), torch.empty(0, device="cpu")
     other = alone.untyped_storage()
     own = count(other._cdata) + (_base(tensor) is not None)
     return bool(count(storage._cdata) > own)

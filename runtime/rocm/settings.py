@@ -167,7 +167,7 @@ def _rng_guard(undo: list[Callable[[], object]]) -> Setting:
 
     def get_rng_state(*args: Any, **kwargs: Any) -> Tensor:
         if _is_compiler(sys._getframe(1)) and torch.cuda.is_current_stream_capturing():
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return before[0](*args, **kwargs)
 
     def set_rng_state(new_state: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from hf_rewrite_runtime.attention.rotary_rows import rotary_rows
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core.written import version_of
-from hf_rewrite_runtime.decode import attributes, graph, loop
+from hf_rewrite_runtime.decode import graph, graph_store, loop
 from hf_rewrite_runtime.decode.generation import GraphGeneration
 from hf_rewrite_runtime.decode.graph_store import store_of
 from hf_rewrite_runtime.products.packing import packed_linear
@@ -116,7 +116,7 @@ ALTERED: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 def test_an_altered_model_is_captured_anew(
     make: Callable[[], Any], alter: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for file in (attributes, graph, loop):  # as for code that leaves nothing on a module
+    for file in (graph_store, graph, loop):  # as for code that leaves nothing on a module
         monkeypatch.setattr(file, "CHANGES", False)
     model = make()
     generate(model)
@@ -155,7 +155,6 @@ def test_what_no_step_computes_with_leaves_the_graph() -> None:
     model.eval()
     model.requires_grad_(False)
     model.generation_config.max_new_tokens = 9
-    model.own_notes = object()
     with torch.no_grad():
         model(IDS)
         for parameter in model.parameters():

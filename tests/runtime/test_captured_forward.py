@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
@@ -269,6 +270,26 @@ def test_weights_changed_in_place_are_read(device: str) -> None:
     assert replays(model) == 1
 
 
+class Mode(TorchFunctionMode):
+    """Sees every function of torch."""
+
+    def __torch_function__(self, function: Any, types: Any, given: Any = (), keywords: Any = None) -> Any:
+        return function(*given, **(keywords or {}))
+
+
+def test_a_default_device_is_what_a_graph_was_captured_under(device: str) -> None:
+    model = made(device)
+    for _ in range(3):
+        model(inputs(device))
+    before = replays(model)
+    x, wanted = inputs(device), plain(model, inputs(device))
+    with torch.device("meta"):
+        outputs = [model(x) for _ in range(3)]
+    assert replays(model) == 2 * before
+    assert not refused(model)
+    assert all(torch.equal(output, wanted) for output in outputs)
+
+
 def test_modes_that_a_graph_does_not_know(device: str) -> None:
     model = made(device)
     for _ in range(2):
@@ -283,9 +304,8 @@ def test_modes_that_a_graph_does_not_know(device: str) -> None:
     model.eval()
     with torch.autocast(device, dtype=torch.bfloat16):
         assert torch.equal(model(inputs(device)), plain(model, inputs(device)))
-    x = inputs(device)
-    with torch.device(device):
-        model(x)
+    with Mode():
+        model(inputs(device))
     assert replays(model) == 1
     with torch.inference_mode():
         assert model(inputs(device)).is_inference()

@@ -297,7 +297,7 @@ def test_a_window_without_a_mask_holds_the_text_or_transformers_loop_runs(monkey
         DecodeGraph(model, batch_size=2, capacity=17)
     DecodeGraph(model, batch_size=2, capacity=16)
     backend.reset_fallbacks()
-    monkeypatch.setattr(fitness, "unmasked_window", lambda model, cache: 99)
+    monkeypatch.setattr(fitness, "unmasked_window", lambda *_: 99)
     with pytest.raises(AssertionError):  # a buffer would keep what the window forgets
         same((model, inputs), (original, inputs), max_new_tokens=24)
 

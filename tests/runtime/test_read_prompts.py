@@ -13,7 +13,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_rewrite_runtime.attention.attend_step import attend_step
-from hf_rewrite_runtime.cache.names import argument_of
+from hf_rewrite_runtime.cache.names import argument_of, passed_on
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache, decodes, needs_no_mask
 from hf_rewrite_runtime.core.fastest import choose
 from hf_rewrite_runtime.core.reading import NoPromptForm, Reading, current, of, refuse
@@ -250,22 +250,24 @@ def test_a_form_that_is_refused_takes_its_memory_pool_with_it(
     def handle() -> object:
         return object()
 
-    distance = prompt_graph._distance
+    judge = prompt_graph.Yardstick.judge
 
-    def far_at_first(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    def far_at_first(yardstick: Any, found: dict[str, torch.Tensor]) -> Any:
         refused.append(1)
-        return 1.0 if len(refused) == 1 else distance(found, expected)
+        verdict = judge(yardstick, found)
+        return verdict._replace(distance=1.0) if len(refused) == 1 else verdict
 
     monkeypatch.setattr(prompt_graph, "capture", captured)
-    monkeypatch.setattr(prompt_graph, "_distance", far_at_first)
+    monkeypatch.setattr(prompt_graph.Yardstick, "judge", far_at_first)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", handle)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     graph = DecodeGraph(ours, batch_size=1, capacity=384)
     graph.prompts._captures = graph.captures = True
+    given = {passed_on(): graph.cache}
     for tokens in (37, 200):
         graph.prompts.read(
             graph.cache, prompt(1, tokens), -(-tokens // 128) * 128, graph._find_pool,
-            lambda tokens=tokens: ours(prompt(1, tokens)).logits[:, -1], lambda run: None,
+            lambda tokens=tokens: ours(prompt(1, tokens), **given).logits[:, -1], lambda run: None,
         )  # fmt: skip
     assert graph.prompts.lengths == [128, 256]
     assert pools[0] is not pools[1]

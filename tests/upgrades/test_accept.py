@@ -22,11 +22,17 @@ ACCEPT = ("accept", "out", "--reason", "sharper | attention")
 
 
 class Judge:
-    """Stands in for the verifier: `logits` differ where the file has the edit, and what `planted` says besides."""
+    """Stands in for the verifier: `logits` differ where the file has the edit, and what `planted` says besides.
+
+    `raised` are checks that cannot run, `idle` those that do not apply; `keys` is one that passes otherwise.
+    """
 
     def __init__(self) -> None:
         self.planted: dict[str, dict[str, Any]] = {}
+        self.raised: tuple[str, ...] = ()
+        self.idle: tuple[str, ...] = ()
         self.error = 0.3
+        self.words = "planted"
         self.asked: list[tuple[Path, Path, Any]] = []
 
     def __call__(self, original: Path, rewritten: Path, request: Any, progress: Any) -> Verdict:
@@ -34,9 +40,12 @@ class Judge:
         found = dict(self.planted)
         if MINE in next(rewritten.glob("modeling_*.py")).read_text():
             found["logits"] = {"max": self.error, "tensors": 1}
-        checks = tuple(Check(name, "failed", "planted", figures) for name, figures in found.items())
+        checks = tuple(Check(name, "failed", self.words, figures) for name, figures in found.items())
+        plain = [name for name in ("keys",) if name not in (*self.raised, *self.idle)]
+        checks += tuple(Check(name, "failed", "KeyError: 'x'", failure="raised") for name in self.raised)
+        others = (*(Check(name, "passed") for name in plain), *(Check(n, "not run", "no keys") for n in self.idle))
         side = Identity(str(rewritten), str(rewritten), "0" * 64)
-        gates = (Gate(2, "parity", (*checks, Check("keys", "passed")), 0.1),)
+        gates = (Gate(2, "parity", (*checks, *others), 0.1),)
         return Verdict(not checks, side, side, "Tiny", gates, None, "", {"torch": "2"}, Options(), 0.1)
 
 
@@ -135,6 +144,77 @@ def test_a_later_verification_is_held_to_it(
     done = rewrite("verify", accepted, *original)
     assert (done.code, (refused or "what fails was accepted: sharper") in done.out) == (int(refused is not None), True)
     assert kept(accepted)["original"]["failed"]["parity: logits"]["max"] == 0.3  # does not creep
+
+
+@pytest.mark.parametrize(
+    ("raised", "idle", "said"),
+    [
+        (("keys",), (), "parity: keys ran when it was accepted and does not any more: KeyError: 'x'"),
+        (("logits",), (), "parity: logits ran when it was accepted and does not any more"),
+        (("new",), (), "parity: new could not run: KeyError"),
+        ((), ("keys",), "parity: keys ran when it was accepted and does not any more: no keys"),
+    ],
+)
+def test_a_check_that_no_longer_runs_is_worse_than_one_that_fails(
+    accepted: Path,
+    judge: Judge,
+    rewrite: CommandLine,
+    tree: Path,
+    releases: Releases,
+    original: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    raised: tuple[str, ...],
+    idle: tuple[str, ...],
+    said: str,
+) -> None:
+    judge.raised, judge.idle = raised, idle
+    verified = rewrite("verify", accepted, *original)
+    assert (verified.code, "refused" in verified.out, said in " ".join(verified.out.split())) == (1, True, True)
+    checked = rewrite("check", accepted, "--transformers", tree)  # of the very files that were accepted
+    assert (checked.code, f"what fails was not accepted: {said}" in checked.out) == (1, True)
+    monkeypatch.setattr("rewrite.sync.upgrade._require_installed", lambda *_: None)
+    monkeypatch.setattr("rewrite.deliver.precheck.importing", lambda *_: contextlib.nullcontext())
+    synced = rewrite("sync", accepted, "--transformers", releases("6.1.0", SDPA), "--verify", "--no-bisect")
+    assert (synced.code, said in " ".join(synced.out.split())) == (1, True)
+    judge.raised = judge.idle = ()
+    assert rewrite("verify", accepted, *original).code == 0
+    assert rewrite("check", accepted, "--transformers", tree).code == 0
+
+
+def test_what_could_not_run_is_not_accepted(
+    edited: Path, judge: Judge, rewrite: CommandLine, tree: Path, original: tuple[str, str]
+) -> None:
+    judge.raised = ("keys", "loss")
+    done = rewrite(*ACCEPT, *original, "--json", "-")
+    assert done.code == 1
+    assert "2 of 3 checks could not run" in done.err
+    assert "parity: keys: KeyError: 'x'" in done.err
+    assert json.loads(done.out)["accepted"] is False
+    assert not (edited / acceptance.NAME).exists()
+    checked = rewrite("check", edited, "--transformers", tree)
+    assert (checked.code, "2 checks could not run, which cannot be accepted" in checked.out) == (1, True)
+
+
+def test_where_no_number_is_compared_nothing_is_accepted(
+    edited: Path, judge: Judge, rewrite: CommandLine, original: tuple[str, str]
+) -> None:
+    edit(edited / "modeling_tiny.py", MINE, "self.scaling = self.head_dim**-0.5")
+    judge.planted = {"names": {}}
+    done = rewrite(*ACCEPT, *original)
+    assert (done.code, "no number could be compared" in done.err) == (1, True)
+
+
+def test_what_is_found_in_words_is_held_to_as_well(
+    edited: Path, judge: Judge, rewrite: CommandLine, original: tuple[str, str]
+) -> None:
+    judge.planted = {"names": {}}
+    assert rewrite(*ACCEPT, *original).code == 0
+    assert kept(edited)["original"]["failed"]["parity: names"] == {"says": "planted"}
+    assert rewrite("verify", edited, *original).code == 0
+    judge.words = "other keys"
+    refused = rewrite("verify", edited, *original)
+    said = "parity: names finds something else than what was accepted: other keys"
+    assert (refused.code, said in " ".join(refused.out.split())) == (1, True)
 
 
 def test_a_sync_verifies_against_it(

@@ -175,6 +175,12 @@ def added(model: Any) -> dict[str, Any]:
     return {name: value for name, value in model.named_parameters() if hasattr(value, ADDED)}
 
 
+def without_added(model: Any) -> dict[str, Any]:
+    """The state dict of a model without the parameters that the original does not have."""
+    new = added(model)
+    return {name: value for name, value in model.state_dict().items() if name not in new}
+
+
 def comparable(bench: Workbench) -> bool:
     """Whether what this version's runtime does with the original has to be what the package does with its model.
 
