@@ -27,7 +27,6 @@ from ..cache.token import Write
 from ..core import backend, deferring, reading
 from ..core.launch import HIP, overlaps, processors, shared_memory, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
-from ..core.target import FP8_CACHE, ROCM
 from ..core.tiles import attention_key, entry, in_one_turn, next_power
 from .prompt_attention import prompt_attention
 
@@ -160,21 +159,21 @@ def decode_attention(
     layer = past_key_values.layers[layer_idx]
     keys, values = layer.keys, layer.values
     in_8_bits: Any = None
-    if FP8_CACHE and isinstance(layer, Fp8Layer):
+    if isinstance(layer, Fp8Layer):
         in_8_bits = layer
     position, starts = past_key_values.position, past_key_values.starts
     if (prompt := reading.of(past_key_values)) is not None:
         if query.shape[2] > 1:
             if softcap is not None or sinks is not None or (sliding_window or query.shape[2]) < query.shape[2]:
                 raise reading.NoPromptForm("decode_attention", "scores are capped, cut by a window, or have sinks")
-            if FP8_CACHE and in_8_bits is not None:
+            if in_8_bits is not None:
                 keys, values = in_8_bits.of_prompt(query.shape[2])
             return prompt_attention(query, keys, values, scaling)
         position = prompt.last  # the token's keys are there: a kernel that no other overlaps chose its query
-        if FP8_CACHE and in_8_bits is not None:
+        if in_8_bits is not None:
             keys, values = (kept.contiguous() for kept in in_8_bits.of_prompt(prompt.tokens))
             in_8_bits = None
-    if ROCM and in_8_bits is None and backend.nothing_watches(query) and not backend.wants_gradient(query):
+    if in_8_bits is None and backend.nothing_watches(query) and not backend.wants_gradient(query):
         found = aiter_unified.unified_attention(
             query, keys, values, position, starts, rule, functools.partial(_reference, rule=rule)
         )
@@ -194,12 +193,12 @@ def decode_attention(
         split = choose(query.shape[0], query.shape[1], kv_heads, capacity, head_dim, keys.element_size())
         arrived = past_key_values.arrived(query.shape[0] * query.shape[1])
         slots: Any = None
-        if FP8_CACHE and in_8_bits is not None:
+        if in_8_bits is not None:
             split = for_8_bits(split, query.shape[0], kv_heads, capacity, head_dim)
             slots = in_8_bits.slots
         written = None if slots is not None else deferring.taken(keys, values)
         return launch(query, keys, values, position, starts, arrived, rule, split, slots, written)
-    if FP8_CACHE and in_8_bits is not None:
+    if in_8_bits is not None:
         keys, values = in_8_bits.read(keys.shape[2])
     return _reference(query, keys, values, position, starts, rule)
 
@@ -328,7 +327,7 @@ def launch(
     """
     new = (query, query) if write is None else (write.key, write.value)
     scales, form = query, (False, False, False)
-    if FP8_CACHE and slots is not None:
+    if slots is not None:
         keys, values, scales, form = slots.keys, slots.values, slots.pairs, slots.form
     batch, heads, _, head_dim = query.shape
     kv_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]

@@ -30,7 +30,6 @@ from ..cache.preallocated import PreallocatedCache
 from ..core import backend
 from ..core.reading import refuse
 from ..core.rows import KERNEL_DTYPES
-from ..core.target import FORMATS, ROCM
 from ..products import packing
 from ..products.block_linear import are_blocks, block_linear, blocks_of, is_block_linear
 from ..products.blocks import dequantized
@@ -92,7 +91,7 @@ def latent_attention(
         turn = Turn(Rotation(*position_embeddings, interleaved, half_table), deinterleave)
     reason = _reason_against(q, up)
     weight = None if reason is not None else _weight(up, q.dtype)
-    if ROCM and weight is not None and up.bias is None:
+    if weight is not None and up.bias is None:
         pages = aiter_latent.joined(layer.keys, layer.values)
         if pages is not None and backend.nothing_watches(q) and not backend.wants_gradient(q):
             options = {
@@ -168,14 +167,14 @@ def _joined_step(
 
 def _reason_against(q: Tensor, up: nn.Module) -> str | None:
     """Return why the module has to be called for what it expands, a key of `packing.REASONS`."""
-    if FORMATS and is_block_linear(up):
+    if is_block_linear(up):
         return "observed" if backend.observed(up) else "gradient" if backend.wants_gradient(q) else None
     return packing.unsafe(q, (up,))
 
 
 def _weight(linear: nn.Module, dtype: torch.dtype) -> Tensor:
     """Return a projection's weight; one with a scale for each block is dequantised for the call."""
-    if FORMATS and is_block_linear(linear):
+    if is_block_linear(linear):
         return dequantized(blocks_of(linear), dtype)
     weight = linear._parameters["weight"]
     assert weight is not None
@@ -237,7 +236,7 @@ def _projected(
     hidden_states: Tensor, first: nn.Module, down: nn.Module, norm: nn.Module | None
 ) -> tuple[Tensor, Tensor]:
     """Return both projections of the normed hidden states, by one product where their weights can be one."""
-    if FORMATS and are_blocks((first, down)):
+    if are_blocks((first, down)):
         scaled = block_linear(hidden_states, (first, down), norm)
         if scaled is not None:
             q, compressed = scaled.split([part.get_parameter("weight").shape[0] for part in (first, down)], -1)

@@ -30,7 +30,6 @@ from ..aiter import calls as aiter_calls
 from ..aiter import flash as aiter_flash
 from ..core import backend, deferring
 from ..core.provenance import is_intact
-from ..core.target import ATTENTION, ROCM
 from . import backends
 from .named import is_named
 
@@ -47,7 +46,7 @@ def native_gqa(interface: Attention) -> Attention:
     torch's own functions, and on an AMD GPU
     with aiter for `flash_attention_forward`; `interface` itself for anything else.
     """
-    if ROCM and interface is flash_attention.flash_attention_forward and aiter_calls.candidate("attention"):
+    if interface is flash_attention.flash_attention_forward and aiter_calls.candidate("attention"):
         return aiter_flash.forward
     return _sdpa if interface is sdpa_attention_forward and is_intact(interface) else interface
 
@@ -66,14 +65,12 @@ def _sdpa(
 ) -> tuple[Tensor, Tensor | None]:
     groups = getattr(module, "num_key_value_groups", 1)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if ATTENTION and (name := backends.choose(query, key, value, attention_mask, causal)) is not None:
+    if (name := backends.choose(query, key, value, attention_mask, causal)) is not None:
         reason = "s_aux" if kwargs.get("s_aux") is not None else _refusal(groups, query, key, dropout, kwargs)
         if reason is None:
             return _by_name(name, query, key, value, attention_mask, scaling, causal), None
         backend.count_fallback("attention_backend", reason)
-    elif not ATTENTION and is_named():
-        backend.count_fallback("attention_backend", "attention_left_out")
-    if ROCM and aiter_calls.candidate("attention"):
+    if aiter_calls.candidate("attention"):
         reason = _aiter_refusal(query, key, value, attention_mask, dropout, kwargs)
         if reason is None:
             return _flash_op(query, key, value, scaling, causal and query.shape[2] > 1), None
@@ -382,7 +379,7 @@ def grouped_attention(
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*attn_mask.shape[:2], query.shape[2], key.shape[2])
-    if ATTENTION and (name := backends.choose(query, key, value, attn_mask, is_causal)) is not None:
+    if (name := backends.choose(query, key, value, attn_mask, is_causal)) is not None:
         return _by_name(name, query, key, value, attn_mask, scale, is_causal).transpose(1, 2)
     attend = _grouped if backend.wants_gradient(query, key, value, attn_mask) else _op
     attended: Tensor = attend(query, key, value, attn_mask, scale, is_causal)

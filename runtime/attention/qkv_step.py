@@ -22,7 +22,6 @@ from ..cache.preallocated import PreallocatedCache
 from ..core import backend, reading
 from ..core.launch import Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
-from ..core.target import FORMATS, FP8_CACHE
 from ..core.tiles import Tile
 from ..products import packing
 from ..products.block_linear import are_blocks, block_linear
@@ -191,7 +190,7 @@ def qkv_step(
     if reading.of(past_key_values) is None and _kernels_take(
         hidden_states, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype
     ):
-        if FORMATS and are_blocks(projections):
+        if are_blocks(projections):
             scaled = block_linear(hidden_states, projections, norm)
             if scaled is not None:
                 return _norm_rope_cache(scaled, layer, past_key_values.position, rotation, q_norm, k_norm)
@@ -203,7 +202,7 @@ def qkv_step(
         if isinstance(parameters, tuple) and parameters[0].dtype == x.dtype:
             weight, bias = parameters
             whole = True
-            if FP8_CACHE and isinstance(layer, Fp8Layer):
+            if isinstance(layer, Fp8Layer):
                 whole = False  # a scale is of a head, of which a program of the product has a part
             if whole and few and is_one_row(x) and q_norm is None and k_norm is None:
                 tile = tile_for("qkv", head_dim // 2, x.shape[-1], weight)
@@ -312,7 +311,7 @@ def _prompt_step(
         return None
     q, q_prologue = over_one_head(q, q_norm, head_dim)
     k, k_prologue = over_one_head(k, k_norm, head_dim)
-    if FP8_CACHE and isinstance(layer, Fp8Layer):
+    if isinstance(layer, Fp8Layer):
         shape = q.shape[0], k.shape[2] // head_dim, q.shape[1], head_dim
         keys, values = q.new_empty(shape), q.new_empty(shape)
         query = qkv_prompt(q, k, v, keys, values, rotation, q_prologue, k_prologue)
@@ -385,7 +384,7 @@ def _norm_rope_cache(
     q, q_prologue = over_one_head(q, q_norm, head_dim)
     k, k_prologue = over_one_head(k, k_norm, head_dim)
     slots: Any = None
-    if FP8_CACHE and isinstance(layer, Fp8Layer):
+    if isinstance(layer, Fp8Layer):
         slots = layer.slots
     return rope_cache(q, k, v, layer.keys, layer.values, position, rotation, q_prologue, k_prologue, slots)
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps
-from ..core.target import FP8_CACHE
 from ..products.prologue import Prologue
 
 CASES = """
@@ -237,7 +236,7 @@ def rope_cache(
         `[B, H, 1, D]`.
     """
     written, form = (keys, values, keys), (False, False)
-    if FP8_CACHE and slots is not None:
+    if slots is not None:
         written, form = slots.written, (True, slots.fnuz)
     batch, kv_heads, capacity, head_dim = keys.shape
     heads = q.shape[-1] // head_dim

@@ -22,7 +22,6 @@ import torch
 
 from ..core import backend, rows
 from ..core.launch import WAVE, grid, overlaps
-from ..core.target import TRAINING
 
 CASES = """
 def rotate(model, columns, table=None, **form):
@@ -119,7 +118,7 @@ def rotary(
         reason = "compiled"
     elif reason is None and backend.wants_gradient(q, k, cos, sin):
         reason = _not_learned(q, k, cos, sin, form)
-        if TRAINING and reason is None:
+        if reason is None:
             turned: tuple[torch.Tensor, torch.Tensor] = _Rotary.apply(q, k, cos, sin, form)
             return turned
     if reason is not None:
@@ -163,7 +162,7 @@ def rotary_single(
     shape = [*x.shape]
     shape[_head_axis(x, form)] = 0
     no_heads = x.new_empty(shape)  # no view: fake tensors give the empty copy of one other strides than torch does
-    if TRAINING and learns:
+    if learns:
         turned: torch.Tensor = _Rotary.apply(x, no_heads, cos, sin, form)[0]
         return turned
     return _op(x, no_heads, cos, sin, *form)[0]
@@ -200,13 +199,11 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 def _not_learned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> str | None:
     """Return why the torch form is differentiated, and not the kernel."""
-    if TRAINING:
-        if not backend.learns(q, k, cos, sin):
-            return "gradient_wanted"
-        if cos.requires_grad or sin.requires_grad:
-            return "tables_learned"
-        return "deinterleaved" if form.deinterleave else _refusal(q, k, cos, sin, form)
-    return backend.unlearned(q)
+    if not backend.learns(q, k, cos, sin):
+        return "gradient_wanted"
+    if cos.requires_grad or sin.requires_grad:
+        return "tables_learned"
+    return "deinterleaved" if form.deinterleave else _refusal(q, k, cos, sin, form)
 
 
 def _broadcasts(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> str | None:

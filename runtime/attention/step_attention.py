@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..cache.preallocated import PreallocatedCache
 from ..cache.token import Write
-from ..core.target import CHAINS
 from ..core.written import version_of
 from ..products.chain import computed_once
 from ..products.step_products import StepProducts
@@ -39,15 +38,14 @@ class StepAttention:
         self, step: StepProducts, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any
     ) -> Tensor | None:
         """Attend, and write the token where it has not been written; None where that is not possible."""
-        if CHAINS:
-            args = tuple(computed_once(step, one) if isinstance(one, Tensor) else one for one in args)
-            given = {name: computed_once(step, one) if isinstance(one, Tensor) else one for name, one in given.items()}
-            heads, count = unpadded(step, query, key, value)
-            if count:
-                scale = given.get("scale")
-                given["scale"] = query.shape[-1] ** -0.5 if scale is None else scale
-                out = self(step, *heads, *args, **given)
-                return None if out is None else padded(step, out, count)
+        args = tuple(computed_once(step, one) if isinstance(one, Tensor) else one for one in args)
+        given = {name: computed_once(step, one) if isinstance(one, Tensor) else one for name, one in given.items()}
+        heads, count = unpadded(step, query, key, value)
+        if count:
+            scale = given.get("scale")
+            given["scale"] = query.shape[-1] ** -0.5 if scale is None else scale
+            out = self(step, *heads, *args, **given)
+            return None if out is None else padded(step, out, count)
         write = step.at(key)
         if not isinstance(write, Write) or step.at(value) is not write:
             for tensor in (query, key, value, *args, *given.values()):

@@ -8,7 +8,6 @@ import torch
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..core.target import GROWS, INDEXER, STATES
 from . import states
 from .grown import GrownLayer, grown_by
 from .layers import INDEXED, IndexedLayer, PreallocatedLayer
@@ -51,11 +50,11 @@ if states.LAYER is not None:
 
 def has_like(kind: type) -> bool:
     """Return whether a class of layers of transformers' growing cache has its like here."""
-    if STATES and kind in _STATEFUL:
+    if kind in _STATEFUL:
         return True
-    if INDEXER and kind is INDEXED:
+    if kind is INDEXED:
         return True
-    return kind in (*_GROWING, _DUMMY) or (GROWS and grown_by(kind) is not None)
+    return kind in (*_GROWING, _DUMMY) or grown_by(kind) is not None
 
 
 def layer_like(layer: Any, cache: PreallocatedCache) -> Any:
@@ -63,23 +62,23 @@ def layer_like(layer: Any, cache: PreallocatedCache) -> Any:
     kind = type(layer)
     if not has_like(kind):
         return None
-    if STATES and states.is_stateful(layer):
+    if states.is_stateful(layer):
         hybrid = isinstance(layer, DynamicLayer)
         return HybridLayer(cache, layer.number_of_states) if hybrid else StateLayer(layer.number_of_states)
-    if INDEXER and kind is INDEXED:
+    if kind is INDEXED:
         return IndexedLayer(cache)
-    if GROWS and (grown := grown_by(kind)) is not None:
+    if (grown := grown_by(kind)) is not None:
         return GrownLayer(cache, grown)
     return layer if kind is _DUMMY else PreallocatedLayer(cache)
 
 
 def is_like(mine: Any, theirs: Any) -> bool:
     """Return whether a layer here stands for one of a growing cache; None for one that is not there yet."""
-    if STATES and states.is_stateful(mine) != states.is_stateful(theirs):
+    if states.is_stateful(mine) != states.is_stateful(theirs):
         return False
-    if INDEXER and INDEXED is not None and isinstance(mine, IndexedLayer) != isinstance(theirs, INDEXED):
+    if INDEXED is not None and isinstance(mine, IndexedLayer) != isinstance(theirs, INDEXED):
         return False
-    return not GROWS or isinstance(mine, GrownLayer) == (grown_by(type(theirs)) is not None)
+    return isinstance(mine, GrownLayer) == (grown_by(type(theirs)) is not None)
 
 
 _GROWING = (DynamicLayer, DynamicSlidingWindowLayer)

@@ -17,7 +17,6 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from ..aiter import calls as aiter_calls
 from ..aiter import latent as aiter_latent
 from ..aiter import unified as aiter_unified
-from ..core.target import ROCM
 from .token import write_token
 
 if TYPE_CHECKING:
@@ -84,9 +83,9 @@ class PreallocatedLayer(CacheLayerMixin):
         with torch.inference_mode(False):
             self.keys = torch.zeros(batch, heads, capacity, key_dim, dtype=dtype, device=device)
             self.values = torch.zeros(batch, heads, capacity, value_dim, dtype=dtype, device=device)
-            if ROCM and aiter_latent.joins(heads, key_dim, value_dim, dtype):
+            if aiter_latent.joins(heads, key_dim, value_dim, dtype):
                 self.keys, self.values = aiter_latent.allocate(batch, capacity, self.keys.device)
-            elif ROCM and aiter_calls.candidate("unified_attention"):
+            elif aiter_calls.candidate("unified_attention"):
                 shape = batch, heads, capacity
                 self.keys = aiter_unified.allocate((*shape, key_dim), dtype, self.keys.device)
                 self.values = aiter_unified.allocate((*shape, value_dim), dtype, self.values.device)

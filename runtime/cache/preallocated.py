@@ -22,7 +22,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from ..core import reading
 from ..core.overwriting import overwriting
-from ..core.target import STATES
 from ..core.written import version_of
 from . import states
 from .alike import is_like, layer_like
@@ -86,9 +85,7 @@ class PreallocatedCache(Cache):
     @property
     def stateful_layers(self) -> list[Any]:
         """The layers that hold states, alone or beside keys and values."""
-        if STATES:
-            return [layer for layer in self.layers if states.is_stateful(layer)]
-        return []
+        return [layer for layer in self.layers if states.is_stateful(layer)]
 
     @property
     def batch_size(self) -> int:
@@ -114,14 +111,12 @@ class PreallocatedCache(Cache):
     @property
     def is_written(self) -> bool:
         """Whether every layer of states has one."""
-        if STATES:
-            return all(states.tensors([layer]) for layer in self.stateful_layers)
-        return True
+        return all(states.tensors([layer]) for layer in self.stateful_layers)
 
     @property
     def is_initialized(self) -> bool:
         """Whether anything was written since it was cleared; models ask so whether a prompt is the first."""
-        if STATES and any(any(layer.has_previous_state.values()) for layer in self.stateful_layers):
+        if any(any(layer.has_previous_state.values()) for layer in self.stateful_layers):
             return True
         return self.stepping or self.length > 0
 
@@ -131,9 +126,7 @@ class PreallocatedCache(Cache):
 
     def states_held(self) -> contextlib.AbstractContextManager[None]:
         """Leave the states as they are, whatever is run inside."""
-        if STATES:
-            return states.held(self.layers)
-        return contextlib.nullcontext()
+        return states.held(self.layers)
 
     def arrived(self, count: int) -> Tensor:
         """Return `count` int32 zeros in which the programs of an attention kernel count themselves, one by one."""
@@ -150,8 +143,7 @@ class PreallocatedCache(Cache):
         if width > 1:
             self.width, self.slots = width, self.position + torch.arange(width, device=self.position.device)
         overwritten: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if STATES:
-            overwritten = overwriting(states.tensors(self.layers))
+        overwritten = overwriting(states.tensors(self.layers))
         self.stepping = True
         try:
             with overwritten:
@@ -192,9 +184,8 @@ class PreallocatedCache(Cache):
         """
         self.rewind(0)
         self.pad(None)
-        if STATES:
-            for layer in self.stateful_layers:
-                states.forget(layer)
+        for layer in self.stateful_layers:
+            states.forget(layer)
         if self.buffers:
             torch._foreach_zero_(self.buffers)
 
@@ -211,9 +202,8 @@ class PreallocatedCache(Cache):
         """Give the memory back."""
         for layer in self.attention_layers:
             layer.free()
-        if STATES:
-            for layer in self.stateful_layers:
-                states.free(layer)
+        for layer in self.stateful_layers:
+            states.free(layer)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -224,17 +214,15 @@ class PreallocatedCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all buffers and states."""
         held = self.buffers
-        if STATES:
-            held = [*held, *states.tensors(self.layers)]
+        held = [*held, *states.tensors(self.layers)]
         return sum(buffer.nbytes for buffer in held)
 
     def copy_from(self, other: PreallocatedCache) -> None:
         """Take over what a smaller cache of the same model holds."""
         for mine, theirs in zip(self.attention_layers, other.attention_layers, strict=True):
             mine.take(theirs, other.length)
-        if STATES:
-            for mine, theirs in zip(self.stateful_layers, other.stateful_layers, strict=True):
-                states.copy(theirs, mine)
+        for mine, theirs in zip(self.stateful_layers, other.stateful_layers, strict=True):
+            states.copy(theirs, mine)
         self.rewind(other.length)
         self.position.copy_(other.position)
         self.pad(other.starts if other._is_padded else None)
@@ -257,7 +245,7 @@ class PreallocatedCache(Cache):
                 mine.take(theirs, length)
             elif held:
                 raise OtherContents(length)
-            if STATES and states.is_stateful(mine):
+            if states.is_stateful(mine):
                 states.copy(theirs, mine)
 
     def store(self, dynamic: DynamicCache, length: int, drafted: bool = False) -> None:
@@ -276,7 +264,7 @@ class PreallocatedCache(Cache):
                     start = _first_kept(theirs, length, drafted)
                     theirs.cumulative_length = length
                 mine.give(theirs, start, length)
-            if STATES and states.is_stateful(mine) and states.is_stateful(theirs):
+            if states.is_stateful(mine) and states.is_stateful(theirs):
                 states.copy(mine, theirs)
         if drafted and hasattr(dynamic, "activate_past_recording"):  # since 5.14
             dynamic.activate_past_recording()

@@ -33,7 +33,6 @@ from . import aiter_probe, launch
 from .observers import has_own_forward, takes_part
 from .place import NAMESPACE
 from .provenance import runs_as_written
-from .target import ROCM
 
 BACKENDS = ("auto", "reference", "triton", "aiter")
 ENVIRONMENT_VARIABLE = "REWRITE_BACKEND"
@@ -182,11 +181,6 @@ def learns(*tensors: torch.Tensor | None) -> bool:
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 
 
-def unlearned(tensor: torch.Tensor) -> str:
-    """Return why an operator on `tensor` makes no gradients itself, in a package without `TRAINING`."""
-    return "training_left_out" if uses_triton(tensor) else "gradient_wanted"
-
-
 def again(
     reference: Callable[..., Any],
     inputs: Sequence[torch.Tensor | None],
@@ -332,9 +326,7 @@ def _checked(name: str) -> str:
         raise ValueError(f"unknown backend '{name}': choose one of {', '.join(BACKENDS)}")
     if name == "triton" and not triton_installed():
         raise BackendUnavailable(name, "triton is not installed")
-    if name == "aiter" and not ROCM:
-        raise BackendUnavailable(name, "this package was made without it, make it anew with --target rocm")
-    if ROCM and name == "aiter" and (failure := aiter_probe.failure()) is not None:
+    if name == "aiter" and (failure := aiter_probe.failure()) is not None:
         raise BackendUnavailable(name, failure)
     return name
 

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .target import LAYER_NORM
-
 
 class Puts(Protocol):
     """Something that puts off; each method returns what stands for the result, None where nothing is put off."""
@@ -27,10 +25,8 @@ class Puts(Protocol):
     def rms_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
         """Put off an RMSNorm of `input`; the rest are the fields of a `Prologue`."""
 
-    if LAYER_NORM:
-
-        def layer_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
-            """Put off a LayerNorm of `input`; the rest are the fields of a `LayerNormPrologue`."""
+    def layer_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
+        """Put off a LayerNorm of `input`; the rest are the fields of a `LayerNormPrologue`."""
 
     def normed(self, tensor: Tensor) -> tuple[Tensor, Any] | None:
         """Return input and prologue of a norm that was put off."""

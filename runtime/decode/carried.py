@@ -23,7 +23,6 @@ from transformers.utils import ModelOutput
 
 from ..cache.nested import Nested, UnknownState, shares
 from ..cache.own import OwnCache, own_cache_of
-from ..core.target import CARRIED
 
 if TYPE_CHECKING:
     from ..cache.preallocated import PreallocatedCache
@@ -134,14 +133,14 @@ class NoStates:
 
 def carried_by(model: nn.Module) -> NoStates:
     """Return where the states of a model lie that it carries from call to call, of one batch size."""
-    if CARRIED and carries(model):
+    if carries(model):
         return CarriedStates(model)
     return NoStates()
 
 
 def restoring(model: nn.Module, inputs: dict[str, Any]) -> AbstractContextManager[None]:
     """Put what a model carries back where the block raises; `inputs` are those of a call."""
-    if CARRIED and carries(model):
+    if carries(model):
         return put_back(model, inputs.get(argument_of_states(model)))
     return contextlib.nullcontext()
 

@@ -32,7 +32,6 @@ from ..core.local import is_local
 from ..core.observers import only_records
 from ..core.process import is_watched
 from ..core.provenance import home_of, is_runtime, is_written, plain
-from ..core.target import CARRIED, INPUTS, RANKS, STATES
 from .carried import are_handed_on, argument_of_states, carries, class_of_states
 from .policy import policy_of
 from .sampling import MOST_DRAFTS, Lookup
@@ -203,7 +202,7 @@ def lookup_of(model: Any, call: Call, assistant: Any = None) -> Lookup | str:
         return "drafts_for_rows"
     if carries(model):
         return "drafts_for_states"
-    if STATES and any(states.is_stateful(layer) for layer in getattr(call.cache, "layers", ())):
+    if any(states.is_stateful(layer) for layer in getattr(call.cache, "layers", ())):
         return "drafts_for_states"
     if any(_overrides(model, name) for name in _DRAFTS):
         return "drafted"
@@ -247,7 +246,7 @@ def unfit(model: Any, call: Call, without_graph: bool, ranks: Any = None, fits: 
     if isinstance(ranks, str):
         return ranks
     if ranks is None and getattr(model, "_tp_size", None):
-        return "several_devices" if RANKS else "ranks_left_out"
+        return "several_devices"
     if ranks is not None and any(isinstance(criterion, MaxTimeCriteria) for criterion in call.criteria):
         return "clocks"
     reason = _unfit_model(model, without_graph) or (None if fits else unfit_modules(model))
@@ -275,7 +274,7 @@ def _unfit_model(model: Any, without_graph: bool) -> str | None:
         return "own_loop"
     if _makes_cache(model):
         return "own_loop"
-    if CARRIED and argument_of_states(model) and not are_handed_on(model):
+    if argument_of_states(model) and not are_handed_on(model):
         return "states_stay"
     if _text_config(model)._attn_implementation not in ("eager", "sdpa"):
         return "attention_implementation"
@@ -316,8 +315,6 @@ def _unfit_call(model: Any, call: Call) -> str | None:
 
 def _unfit_inputs(model: Any, call: Call) -> str | None:
     own = has_own_inputs(model, call)
-    if own and not INPUTS:
-        return "inputs_left_out"
     if (own and not can_watch()) or call.input_ids.dim() != 2 or call.input_ids.shape[1] == 0:
         return "inputs"
     if call.input_ids.device != model.device:
@@ -350,9 +347,8 @@ def _unfit_cache(model: Any, call: Call) -> str | None:
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     lengths = {layer.get_seq_length() for layer in layers}
     held = [tensor for layer in layers if layer.keys is not None for tensor in (layer.keys, layer.values)]
-    if STATES:
-        held += states.tensors(cache.layers)
-    if CARRIED and own is not None:
+    held += states.tensors(cache.layers)
+    if own is not None:
         try:
             elsewhere = any(tensor.device != model.device for tensor in own_tensors(cache))
         except UnknownState:
@@ -420,7 +416,7 @@ def with_cache(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
     It does where that is of a class of the model's own, and for every model in release 5.0.
     """
-    if CARRIED and (own := own_cache_of(model)) is not None:
+    if (own := own_cache_of(model)) is not None:
         missing = model_kwargs.get("use_cache") and all(model_kwargs.get(name) is None for name in names.NAMES)
         made = made_by(own) if missing else None
         return model_kwargs if made is None else {**model_kwargs, names.passed_on(): made}

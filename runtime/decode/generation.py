@@ -21,7 +21,6 @@ from transformers.generation import GenerationMixin
 
 from ..cache.names import argument_of, passed_on
 from ..core import backend
-from ..core.target import RANKS, SPECULATION
 from ..parallel.shards import local
 from .carried import restoring
 from .fitness import Call, Unfit, assists, lookup_of, unfit, unfit_modules, with_cache
@@ -100,30 +99,26 @@ class GraphGeneration(GenerationMixin):
     @functools.wraps(GenerationMixin._assisted_decoding)  # `generate` looks which arguments it takes
     def _assisted_decoding(self, input_ids: Tensor, *arguments: Any, **keywords: Any) -> Any:
         """Check tokens that were looked up in the text, or that another model with this loop drafts."""
-        reason: str | None = "speculation_left_out"
-        if SPECULATION:
-            generated, reason = self._drafted(input_ids, arguments, keywords)
-            if reason is None:
-                backend.forget_reason("generate", self)
-                return generated
+        generated, reason = self._drafted(input_ids, arguments, keywords)
+        if reason is None:
+            backend.forget_reason("generate", self)
+            return generated
         backend.count_fallback("generate", str(reason), self)
         with plain_inside(self):
             return super()._assisted_decoding(input_ids, *arguments, **keywords)
 
-    if SPECULATION:
-
-        def _drafted(self, input_ids: Tensor, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, str | None]:
-            """Return what the graph's loop generates with drafts and None, or None and why transformers' runs."""
-            if arguments:
-                return None, "drafted"
-            call = Call.of_keywords(input_ids, keywords)
-            assistant = keywords.get("assistant_model")
-            known = isinstance(assistant, GraphGeneration) and keywords.get("assistant_tokenizer") is None
-            helps = known and assists(assistant, self, self._step_without_graph)
-            drafts = lookup_of(self, call, assistant if helps else None)
-            if isinstance(drafts, str):
-                return None, drafts
-            return self._generated(call, drafts, None if drafts.ngram else assistant)
+    def _drafted(self, input_ids: Tensor, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, str | None]:
+        """Return what the graph's loop generates with drafts and None, or None and why transformers' runs."""
+        if arguments:
+            return None, "drafted"
+        call = Call.of_keywords(input_ids, keywords)
+        assistant = keywords.get("assistant_model")
+        known = isinstance(assistant, GraphGeneration) and keywords.get("assistant_tokenizer") is None
+        helps = known and assists(assistant, self, self._step_without_graph)
+        drafts = lookup_of(self, call, assistant if helps else None)
+        if isinstance(drafts, str):
+            return None, drafts
+        return self._generated(call, drafts, None if drafts.ngram else assistant)
 
     def _generated(self, call: Call, lookup: Lookup | None = None, assistant: Any = None) -> tuple[Any, str | None]:
         """Return what the graph's loop generates and None, or None and why transformers' own has to run."""
@@ -131,7 +126,7 @@ class GraphGeneration(GenerationMixin):
             store = store_of(self)
             known = store.fits and ranks is None  # of several ranks none may find out later than the others
             reason = unfit(self, call, self._step_without_graph, ranks, known)
-            if SPECULATION and lookup is not None and ranks is not None:
+            if lookup is not None and ranks is not None:
                 reason = reason or "drafts_for_ranks"
             plan = planned(call, ranks, reason)
             if plan.reason is not None:
@@ -145,7 +140,7 @@ class GraphGeneration(GenerationMixin):
                 try:
                     with restoring(self, call.inputs):
                         generation = GraphLoop(self, call, store, plan, lookup)
-                        if SPECULATION and assistant is not None:
+                        if assistant is not None:
                             with store_of(assistant).claimed(assistant) as theirs:
                                 return (generation.run(assistant), None) if theirs else (None, "reentrant")
                         return generation.run(), None
@@ -154,6 +149,6 @@ class GraphGeneration(GenerationMixin):
 
     def _own_tensors(self) -> AbstractContextManager[Any]:
         """Let every module hold this rank's tensors in a `with` block, which yields the ranks, as `local` does."""
-        if RANKS and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return local(self)
         return contextlib.nullcontext()

@@ -34,7 +34,6 @@ from ..core.compile_ahead import Compilation, CompilerLoading, Variants, compile
 from ..core.launch import rehearsing
 from ..core.local import is_split
 from ..core.rounding_noise import Trace, Verdict, Yardstick
-from ..core.target import CARRIED, CHANGES, CONSTANTS, FP8_CACHE, INPUTS, SPECULATION
 from .cache_format import get_cache_format
 from .carried import carried_by
 from .changes import Before, Kept
@@ -149,11 +148,8 @@ class DecodeGraph(Step):
         self.carried = carried_by(model)
         self.cache = self._cache_like(like, model, batch_size, capacity)
         self.in_16_bits = in_16_bits
-        wanted = get_cache_format() is not None
-        if FP8_CACHE and wanted:
+        if get_cache_format() is not None:
             keep_in_8_bits(self.cache, model, in_16_bits)
-        elif wanted:
-            backend.count_fallback("fp8_cache", "fp8_cache_left_out", model)
         self.carried.beside(self.cache)
         cache = self.cache
         self.state = StepState(batch_size, capacity, cache.position, cache.starts)
@@ -173,8 +169,7 @@ class DecodeGraph(Step):
         self._hiding = set()
         self._watched: OrderedDict[Hashable, Any] = OrderedDict()
         self._constants = contextlib.nullcontext()
-        if CONSTANTS:
-            self._constants = StepConstants()
+        self._constants = StepConstants()
         self._residuals = set()
         self.watched = None
         accepted = inspect.signature(model.forward).parameters
@@ -191,7 +186,7 @@ class DecodeGraph(Step):
     def _cache_like(self, like: DynamicCache | None, model: Any, batch_size: int, capacity: int) -> PreallocatedCache:
         if self.carried.argument:  # which counts the tokens, and holds none
             return PreallocatedCache(0, batch_size, capacity, self.device)
-        if CARRIED and (kind := own_cache_of(model)) is not None:
+        if (kind := own_cache_of(model)) is not None:
             own = own_like(kind, batch_size, capacity, self.device)
             if own is None:
                 raise UnknownCache(model)
@@ -342,8 +337,7 @@ class DecodeGraph(Step):
         self.prompts.clear()
         self._watched.clear()
         self.watched = None
-        if CONSTANTS:
-            self._constants.clear()
+        self._constants.clear()
         self.cache.free()
         self.carried.free()
         self._proved.clear()
@@ -357,7 +351,7 @@ class DecodeGraph(Step):
 
     def watch(self, inputs: Any) -> None:
         """Take over the `StepInputs` of a call, beside tokens and mask; None for nothing but positions."""
-        if INPUTS and inputs is not None:
+        if inputs is not None:
             known = self._watched.setdefault(inputs.key, inputs)
             if known is not inputs:
                 known.load(inputs)
@@ -380,8 +374,7 @@ class DecodeGraph(Step):
             position_ids: `[B, 1]` of the next token, or one number for all rows.
             attention_mask: `[B, n]` of what the cache holds, left-padded; None for no padding.
         """
-        if CONSTANTS:
-            self._constants.refresh()
+        self._constants.refresh()
         self.state.position.fill_(self.cache.length)
         if isinstance(position_ids, int):
             self.state.position_ids.fill_(position_ids)
@@ -397,12 +390,10 @@ class DecodeGraph(Step):
             self._attention_mask[:, : attention_mask.shape[1]] = attention_mask
             self.cache.pad((attention_mask != 0).int().argmax(dim=1))
 
-    if SPECULATION:
-
-        def hide_before(self, starts: Tensor) -> None:
-            """Let each row begin at the slot `starts` `[B]`, on the device; only after a `begin` with a mask."""
-            self.cache.starts.copy_(starts)
-            self._attention_mask.copy_(self._slots >= starts[:, None])
+    def hide_before(self, starts: Tensor) -> None:
+        """Let each row begin at the slot `starts` `[B]`, on the device; only after a `begin` with a mask."""
+        self.cache.starts.copy_(starts)
+        self._attention_mask.copy_(self._slots >= starts[:, None])
 
     def program(self, sampling: Sampling | None, form: type[Program] = Program) -> Program:
         """Return the graph for a sampling, captured now if need be; None for the logits alone.
@@ -469,7 +460,7 @@ class DecodeGraph(Step):
             return
         several = tokens if width > 1 else None
         if (self._kind, width) in self._proved:
-            if CHANGES and several is None:
+            if several is None:
                 kept = self._kept.get(self._kind)
                 if kept is not None and kept.is_read(self._once_more):
                     raise StepReads(self.model)
@@ -488,7 +479,7 @@ class DecodeGraph(Step):
                 verdict, holds = self._compared(yardstick, length, several)
                 if not holds:
                     self._hiding.discard(self._kind)
-            if CHANGES and several is None:
+            if several is None:
                 self._look_for_changes()  # by which it may differ
         if not holds:
             raise StepDiffers(verdict)
@@ -518,20 +509,18 @@ class DecodeGraph(Step):
         width = logits.shape[1] if logits.dim() > 2 else 1
         return trace(self.cache, self._slots[length : length + width], logits.float(), self.carried.buffers)
 
-    if CHANGES:
+    def _look_for_changes(self) -> None:
+        """Run a step once more: what it makes at its first run is there."""
+        before, kept = Before(self.model, self.carried.buffers, layers=self.cache.layers), Kept(self.model)
+        kept.watch(self._once_more)
+        if (changes := before.changes()) is not None:
+            raise StepChanges(changes, changes.named(self.model))
+        self._kept[self._kind] = kept
 
-        def _look_for_changes(self) -> None:
-            """Run a step once more: what it makes at its first run is there."""
-            before, kept = Before(self.model, self.carried.buffers, layers=self.cache.layers), Kept(self.model)
-            kept.watch(self._once_more)
-            if (changes := before.changes()) is not None:
-                raise StepChanges(changes, changes.named(self.model))
-            self._kept[self._kind] = kept
-
-        def _once_more(self) -> None:
-            """Run a step and leave everything as it is."""
-            with rehearsing(), self._held(), self._as_for_decoding():
-                self.forward()
+    def _once_more(self) -> None:
+        """Run a step and leave everything as it is."""
+        with rehearsing(), self._held(), self._as_for_decoding():
+            self.forward()
 
     def _step_with(self, sampling: Sampling | None, several: Tensor | None = None) -> Callable[[], None]:
         """Return a step with what follows it."""

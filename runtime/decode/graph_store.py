@@ -21,7 +21,6 @@ from ..core.observers import has_recorded
 from ..core.process import settings
 from ..core.provenance import runs_as_written
 from ..core.snapshot import Snapshot, copied
-from ..core.target import CHANGES, FP8_CACHE
 from .cache_format import get_cache_format
 from .carried import argument_of_states
 from .fp8_cache import layers_in_8_bits
@@ -83,8 +82,7 @@ class GraphStore:
                     torch.cuda.current_stream(self._idle.device).wait_event(self._idle)
                 yield True
             finally:
-                if CHANGES:
-                    self._learn(model)
+                self._learn(model)
                 self._remember_idle()
                 self._owner = None
 
@@ -135,7 +133,7 @@ class GraphStore:
             self.release()
             self._settings = now
             self._know(model)
-        elif CHANGES and self._left and self._read_left(model) != self._left_values:
+        elif self._left and self._read_left(model) != self._left_values:
             for graph in self.graphs.values():
                 graph.prompts.clear()  # which may have read it; of steps, `changes.Kept` knows
         for graph in [graph for graph in self.graphs.values() if graph.cache.has_old_tables]:
@@ -155,8 +153,7 @@ class GraphStore:
         if known is not None and not known.is_mapped():
             for other in [kept for kept in self.graphs.values() if kept is not graph]:
                 self.drop(other)
-        if CHANGES:
-            self._learn(model)
+        self._learn(model)
         if known is None or not (known.is_mapped() and known.is_current()):
             fits, fused = self.fits, self._fused
             self._know(model)
@@ -223,8 +220,7 @@ def describe(model: nn.Module) -> list[str]:
         lines.append(f"kernels being compiled: batch {', '.join(under_way)}; tokens are chosen without meanwhile")
     for (batch, capacity), graph in list(store.graphs.items()):
         in_8_bits = ""
-        if FP8_CACHE:
-            in_8_bits = layers_in_8_bits(graph.cache)
+        in_8_bits = layers_in_8_bits(graph.cache)
         size = f"{graph.nbytes / 2**20:.1f} MiB of cache"
         lines.append(f"graph: batch {batch}, capacity {capacity}, {size}{in_8_bits}")
         if graph.prompts.lengths:

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
-from ..core.target import SPECULATION
 from .lookup import look_up
 from .sampling import Sampling, StepState, advance, select
 
@@ -116,7 +115,7 @@ def choose(logits: Tensor, state: StepState, sampling: Sampling) -> tuple[Tensor
     else:
         tokens, logits, scores = select(logits, state, sampling)
         advance(tokens, state, sampling)
-    if SPECULATION and sampling.lookup is not None and sampling.lookup.ngram:
+    if sampling.lookup is not None and sampling.lookup.ngram:
         look_up(state, sampling.lookup, sampling.eos)
     return logits, scores
 

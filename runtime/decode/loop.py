@@ -24,7 +24,6 @@ from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed
 from ..core.compile_ahead import CompilerLoading, taking_turns
 from ..core.position_count import position_count
-from ..core.target import CHANGES, GROWS, INPUTS, SPECULATION
 from .alignment import Alignment, aligns
 from .arrival import Arrival
 from .assistant import Assistant
@@ -115,7 +114,7 @@ class GraphLoop:
         """
         is_new = not graph.is_proved
         before: Any = None
-        if CHANGES and is_new:
+        if is_new:
             before = Before(self.model, [], keeps=True)
         try:
             yield
@@ -150,9 +149,9 @@ class GraphLoop:
         """Return the graph of a step that has been compared with the model's, of the tokens `[B]` that come next."""
         graph.prove(tokens, self.sampling)
         program = self._program(graph)
-        if SPECULATION and self.lookup is not None:
+        if self.lookup is not None:
             self._prepare_window(graph, tokens)
-        if SPECULATION and assistant is not None:
+        if assistant is not None:
             self._assist(graph, assistant)
         return program
 
@@ -173,7 +172,7 @@ class GraphLoop:
             eos = torch.cat([ids.to(self.device) for ids in call.ends]).clone()
             pad = call.config._pad_token_tensor.to(self.device).view(1).clone()
         sampling = Sampling(forms, bool(call.config.do_sample), eos, pad, call.keeps)
-        if SPECULATION and self.lookup is not None:
+        if self.lookup is not None:
             if sampling.reads_ids:
                 raise Unfit("drafts_for_processor")
             sampling.lookup = self.lookup
@@ -184,10 +183,10 @@ class GraphLoop:
         for key in (None, self.sampling.key):
             if key in self.store.refused:
                 raise Unfit(self.store.refused[key].reason)
-        if GROWS and not takes_padding(self.model) and not self.call.is_unpadded:
+        if not takes_padding(self.model) and not self.call.is_unpadded:
             raise Unfit("attention_mask")
         room = min(self.call.steps - 1, FIRST_ROOM)
-        if SPECULATION and self.lookup is not None:
+        if self.lookup is not None:
             room += width_of(self.sampling)
         needed = length_of(self.dynamic) + self.prompt_length + room
         try:
@@ -251,7 +250,7 @@ class GraphLoop:
                 used = used.self_attention_cache  # a model with cross-attention may put it into a cache of both
             if used is not cache or graph.cache.length == 0:
                 raise self._refuse(graph, "cache_unused")
-            if INPUTS and self.watches:
+            if self.watches:
                 watched = StepInputs(self.model, outputs, ids, inputs, graph.cache)
                 if not watched.sees(self.call.mask):
                     raise Unfit("attention_mask")
@@ -277,7 +276,7 @@ class GraphLoop:
 
     def _cache_for_the_prompt(self, graph: DecodeGraph) -> Cache:
         """Return what the model is given: the graph's cache, beside one of an encoder's output where it wants that."""
-        if INPUTS and isinstance(given := self.call.inputs.get(self.call.cache_name), EncoderDecoderCache):
+        if isinstance(given := self.call.inputs.get(self.call.cache_name), EncoderDecoderCache):
             cross = DynamicCache()
             cross.layers = [copy.copy(layer) for layer in given.cross_attention_cache.layers]
             cross.layer_class_to_replicate = given.cross_attention_cache.layer_class_to_replicate
@@ -304,52 +303,48 @@ class GraphLoop:
             key = self.sampling.key if self.sampling.forms else None
             raise self._refuse(graph, "step_not_capturable", key, error) from error
 
-    if SPECULATION:
+    def _prepare_window(self, graph: DecodeGraph, token: Tensor) -> None:
+        """Try and capture the step of several tokens, where there is room for one behind the prompt."""
+        width = width_of(self.sampling)
+        if not fits(graph, width, self._positions()):
+            return
+        several = token[:, None] + torch.arange(width, device=self.device)
+        several %= self.model.config.get_text_config(decoder=True).vocab_size
+        try:
+            graph.prove(several, self.sampling)
+            self.ragged = self._may_be_ragged(graph) and aligns(graph, several)
+            graph.program(self.sampling, RaggedWindow if self.ragged else Window)
+            if self.ragged:
+                graph.program(self.sampling, Alignment)
+        except StepDiffers as error:
+            raise self._refuse(graph, "drafts_differ", self.sampling.key, error) from error
+        except (StepFails, CaptureFailed) as error:
+            raise self._refuse(graph, "drafts_fail", self.sampling.key, error) from error
 
-        def _prepare_window(self, graph: DecodeGraph, token: Tensor) -> None:
-            """Try and capture the step of several tokens, where there is room for one behind the prompt."""
-            width = width_of(self.sampling)
-            if not fits(graph, width, self._positions()):
-                return
-            several = token[:, None] + torch.arange(width, device=self.device)
-            several %= self.model.config.get_text_config(decoder=True).vocab_size
-            try:
-                graph.prove(several, self.sampling)
-                self.ragged = self._may_be_ragged(graph) and aligns(graph, several)
-                graph.program(self.sampling, RaggedWindow if self.ragged else Window)
-                if self.ragged:
-                    graph.program(self.sampling, Alignment)
-            except StepDiffers as error:
-                raise self._refuse(graph, "drafts_differ", self.sampling.key, error) from error
-            except (StepFails, CaptureFailed) as error:
-                raise self._refuse(graph, "drafts_fail", self.sampling.key, error) from error
+    def _assist(self, graph: DecodeGraph, model: Any) -> None:
+        """Let an assistant read the prompt, where it has the positions for all that the graph has room for."""
+        assert self.lookup is not None
+        room = graph.cache.capacity - self.prompt_length
+        positions = position_count(model.config.get_text_config(decoder=True))
+        if graph.cache.length != self.prompt_length or (positions is not None and positions < graph.cache.capacity):
+            raise Unfit("drafted")
+        ids, mask = self.call.input_ids, self.call.mask
+        self.assistant = Assistant(
+            model, self.model, store_of(model), ids, mask, room, tokens=self.lookup.tokens, captures=self.captures
+        )
+        self.ragged = self.ragged and self.assistant.aligns()
 
-        def _assist(self, graph: DecodeGraph, model: Any) -> None:
-            """Let an assistant read the prompt, where it has the positions for all that the graph has room for."""
-            assert self.lookup is not None
-            room = graph.cache.capacity - self.prompt_length
-            positions = position_count(model.config.get_text_config(decoder=True))
-            if graph.cache.length != self.prompt_length or (
-                positions is not None and positions < graph.cache.capacity
-            ):
-                raise Unfit("drafted")
-            ids, mask = self.call.input_ids, self.call.mask
-            self.assistant = Assistant(
-                model, self.model, store_of(model), ids, mask, room, tokens=self.lookup.tokens, captures=self.captures
-            )
-            self.ragged = self.ragged and self.assistant.aligns()
+    def _decode_drafted(self, graph: DecodeGraph, program: Program, reader: Reader, lookup: Lookup) -> DecodeGraph:
+        if lookup.ngram:
+            look_up(graph.state, lookup, self.sampling.eos)
+        loop = DraftedLoop(
+            self.sampling, self.plan, reader, self.call.steps, self._positions(), self._keep, self._grow,
+            ragged=self.ragged, assistant=self.assistant,
+        )  # fmt: skip
+        return loop.run(graph, program)
 
-        def _decode_drafted(self, graph: DecodeGraph, program: Program, reader: Reader, lookup: Lookup) -> DecodeGraph:
-            if lookup.ngram:
-                look_up(graph.state, lookup, self.sampling.eos)
-            loop = DraftedLoop(
-                self.sampling, self.plan, reader, self.call.steps, self._positions(), self._keep, self._grow,
-                ragged=self.ragged, assistant=self.assistant,
-            )  # fmt: skip
-            return loop.run(graph, program)
-
-        def _positions(self) -> int | None:
-            return position_count(self.model.config.get_text_config(decoder=True))
+    def _positions(self) -> int | None:
+        return position_count(self.model.config.get_text_config(decoder=True))
 
     def _refuse(self, graph: DecodeGraph, reason: str, key: Hashable = None, error: Exception | None = None) -> Unfit:
         """Remember that the model cannot, or not with the sampling `key`, and return what to raise."""
@@ -380,9 +375,8 @@ class GraphLoop:
         if self.sampling.reads_ids:
             state.sequence[:, :start] = self.call.input_ids
         state.length_offset.fill_(self.prompt_length - start + 1)
-        if SPECULATION:
-            state.behind.zero_()
-            state.most.fill_(self.prompt_length + self.call.steps)
+        state.behind.zero_()
+        state.most.fill_(self.prompt_length + self.call.steps)
         if self.sampling.eos is not None:
             state.finished.copy_((first[:, None] == self.sampling.eos).any(dim=-1))
 
@@ -439,7 +433,7 @@ class GraphLoop:
         self, graph: DecodeGraph, program: Program | PlainStep, reader: Reader, progress: Progress, start: int
     ) -> DecodeGraph:
         """Replay until the reader has seen the end; return the graph that holds it."""
-        if SPECULATION and self.lookup is not None:
+        if self.lookup is not None:
             assert isinstance(program, Program)
             return self._decode_drafted(graph, program, reader, self.lookup)
         steps, waiting = self.call.steps, progress.waiting
@@ -484,13 +478,16 @@ class GraphLoop:
     def _capture_prompt(self, graph: DecodeGraph) -> None:
         """Read the prompt once more, as the next call will: that captures it."""
         rows, tokens = self.call.input_ids.shape
-        if CHANGES or graph.prompts.length_for(rows, tokens, graph.cache.capacity) is None:
+        if graph.carried or graph.prompts.length_for(rows, tokens, graph.cache.capacity) is None:
             return
         graph.cache.clear()
+        before = Before(self.model, [], keeps=True)
         try:
             self._prefill(graph)
         except torch.OutOfMemoryError:
             self.store.release()
+        if (changes := before.changes()) is not None:  # a model that counts its calls, say
+            before.put_back(changes)
 
     def _finish(self, graph: DecodeGraph, reader: Reader, start: int) -> Any:
         """Return what transformers' loop returns."""
@@ -505,7 +502,7 @@ class GraphLoop:
         carried = graph.carried.leave() if graph.carried else None
         if keeps_cache(call):
             graph.cache.store(self.dynamic, length, drafted=self.lookup is not None)
-            if INPUTS and graph.watched is not None:
+            if graph.watched is not None:
                 graph.watched.store(call.inputs.get(call.cache_name))
         if call.streamer is not None:
             call.streamer.end()
@@ -525,29 +522,25 @@ class GraphLoop:
     def _returned_cache(self) -> Any:
         """Return the cache as the model gives it back: one with cross-attention may put a growing one into another."""
         given = self.call.inputs[self.call.cache_name]
-        if INPUTS and type(given) is DynamicCache:
+        if type(given) is DynamicCache:
             return self._wrapped(given)
         return given
 
-    if INPUTS:
-
-        def _wrapped(self, given: DynamicCache) -> Cache:
-            call, config = self.call, self.model.config
-            may_wrap = (
-                knows_both(self.model)
-                and not config.is_encoder_decoder
-                and getattr(config, "add_cross_attention", True)
-            )
-            if not may_wrap or self.store.gives_back_plain:
-                return given
-            beside = {name: value for name, value in call.inputs.items() if name not in _OF_THE_PROMPT}
-            one = self.model._prefill(call.input_ids[:, :1], call.config, {**beside, call.cache_name: DynamicCache()})
-            returned = given_back(one)
-            if not isinstance(returned, EncoderDecoderCache):
-                self.store.gives_back_plain = True
-                return given
-            returned.self_attention_cache = given
-            return returned
+    def _wrapped(self, given: DynamicCache) -> Cache:
+        call, config = self.call, self.model.config
+        may_wrap = (
+            knows_both(self.model) and not config.is_encoder_decoder and getattr(config, "add_cross_attention", True)
+        )
+        if not may_wrap or self.store.gives_back_plain:
+            return given
+        beside = {name: value for name, value in call.inputs.items() if name not in _OF_THE_PROMPT}
+        one = self.model._prefill(call.input_ids[:, :1], call.config, {**beside, call.cache_name: DynamicCache()})
+        returned = given_back(one)
+        if not isinstance(returned, EncoderDecoderCache):
+            self.store.gives_back_plain = True
+            return given
+        returned.self_attention_cache = given
+        return returned
 
     def _keep(self, logits: Tensor | None, scores: Tensor | None) -> None:
         if self.call.keeps and logits is not None and scores is not None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..core.target import RANKS
 from ..parallel.ranks import Ranks
 from .fitness import Call, keeps_cache
 
@@ -60,7 +59,7 @@ def planned(call: Call, ranks: Any, reason: str | None) -> Plan:
         DifferentCalls: if the ranks were given different calls.
     """
     streams, keeps = call.streamer is not None, keeps_cache(call)
-    if RANKS and isinstance(ranks, Ranks):
+    if isinstance(ranks, Ranks):
         return _agreed(call, ranks, Plan(reason, streams, keeps))
     return Plan(reason, streams, keeps)
 

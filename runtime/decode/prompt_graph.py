@@ -34,7 +34,6 @@ from ..core.launch import rehearsing
 from ..core.position_count import position_count
 from ..core.reading import NoPromptForm, Reading
 from ..core.rounding_noise import Trace, Yardstick
-from ..core.target import CHANGES, READS
 from ..norms.add_norm import add_norm
 from .changes import Before
 from .policy import policy_of
@@ -84,7 +83,7 @@ class PromptGraph:
         """n, as `_last` has it."""
         self._reading: Any = None
         """`core.reading.Reading`, where the functions of a step read it."""
-        if READS and form is not Form.FORWARD:
+        if form is not Form.FORWARD:
             self._reading = Reading(cache, length, self._last, form is Form.LAST, add_norm)
         # Where a single row is left in the end, two cannot be kept: `_by_steps` looks whether it is.
         given = {
@@ -141,7 +140,7 @@ class PromptGraph:
         finally:
             self.cache.causal = False
         self.cache.rewind(0)
-        if READS and reading is not None and (reading.needs_mask or logits.shape[1] != 1):
+        if reading is not None and (reading.needs_mask or logits.shape[1] != 1):
             raise NoPromptForm(
                 type(model).__name__, "its layers read a mask, or more than the last token's row is left"
             )
@@ -174,7 +173,7 @@ class PromptGraphs:
         self._policy = policy_of(model)
         self._forms = [Form.FORWARD]
         """Those that are left: what did not do for one length is not tried for another."""
-        if READS and steps_read_prompts(model):
+        if steps_read_prompts(model):
             self._forms = list(FORMS)
         self._positions = position_count(model.config.get_text_config(decoder=True))
         self.rehearses_every_form = False
@@ -261,8 +260,7 @@ class PromptGraphs:
             graph = None  # a pool ends with the last graph in it, before it is asked for
             graph = PromptGraph(model, cache, self._inputs, length, form)
             before: Any = None
-            if CHANGES:
-                before = Before(model, [])
+            before = Before(model, [])
             try:
                 if self._captures:
                     graph.capture(pool())

@@ -13,7 +13,6 @@ from ..cache.layers import PreallocatedLayer
 from ..cache.preallocated import PreallocatedCache
 from ..core.capture import NOT_FOR_A_STEP
 from ..core.rounding_noise import Trace, Verdict, Yardstick
-from ..core.target import STATES
 
 POISON = 64.0
 """What slots hold that a step must not see."""
@@ -90,7 +89,7 @@ def trace(cache: PreallocatedCache, slots: Tensor, logits: Tensor, beside: Seque
         written = layer.of_slots(slots) if isinstance(layer, PreallocatedLayer) else []
         for name, tensor in zip(("keys", "values", "an indexer's keys"), written, strict=False):
             left[f"layer {number}, {name}"] = tensor.transpose(-2, 1).flatten(0, 1).flatten(1)
-        for kind, state in enumerate(states.tensors([layer]) if STATES else []):
+        for kind, state in enumerate(states.tensors([layer])):
             left[f"layer {number}, state {kind}"] = _rows(state, cache.batch_size)
     for number, state in enumerate(beside):
         left[f"state {number} beside the cache"] = _rows(state, cache.batch_size)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 REASONS = {
     "cpu": "the model is not on a GPU",
-    "ranks_left_out": "the model is on several GPUs, and the package was made without ranks",
-    "inputs_left_out": "a step is given more than tokens and positions, and the package was made without inputs",
     "several_devices": "the model's layers are on several devices, or its tensors are split over them",
     "parallel_style": "the plan deals a module to the ranks in a way that is not known here",
     "parallel_mesh": "tensors are dealt over more than one dimension of ranks (FSDP, pipelines, experts)",
@@ -26,7 +24,6 @@ REASONS = {
     "rope_depends_on_length": "the rotary frequencies change with the length of the text",
     "beams": "the call searches with beams",
     "drafted": "another model drafts, which has no loop of this package, or the model's own heads do",
-    "speculation_left_out": "tokens are to be drafted, and the package was made without speculation",
     "drafts_for_rows": "tokens are drafted for eight rows at most",
     "drafts_for_states": "tokens that were drafted in vain could not be taken out of the model's states",
     "drafts_for_inputs": "a step is given more than tokens and positions, which is not known for several at once",

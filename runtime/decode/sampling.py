@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as processors
 
-from ..core.target import CODEBOOKS, ENCODES
-
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _BY_SCORES_ALONE = (
@@ -235,11 +233,11 @@ def _form(processor: Any, device: torch.device, prompt_length: int) -> Form | No
         return Form("forced_bos", lambda ids, scores, length: scores)
     if kind is processors.SuppressTokensAtBeginLogitsProcessor and processor.begin_index <= prompt_length:
         return Form("suppressed_at_begin", lambda ids, scores, length: scores)
-    if CODEBOOKS and kind is processors.AlternatingCodebooksLogitsProcessor:
+    if kind is processors.AlternatingCodebooksLogitsProcessor:
         return _in_turn(processor, device)
     if kind is processors.NoRepeatNGramLogitsProcessor:
         return _no_ngram_twice(processor.ngram_size)
-    if ENCODES and kind is processors.EncoderNoRepeatNGramLogitsProcessor:
+    if kind is processors.EncoderNoRepeatNGramLogitsProcessor:
         return _no_ngram_of_the_encoder(processor, device)
     return None
 

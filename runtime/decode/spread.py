@@ -16,9 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import backend
-from ..core.target import RANKS
-
 
 def is_spread(model: nn.Module) -> bool:
     """Return whether accelerate has put a model's modules on several devices."""
@@ -29,10 +26,8 @@ def is_spread(model: nn.Module) -> bool:
 def plain_inside(model: nn.Module) -> Iterator[None]:
     """Let the modules inside of blocks on one device have their own `forward` in a `with` block."""
     lifted: list[nn.Module] = []
-    if RANKS and is_spread(model):
+    if is_spread(model):
         lifted = [module for block in _blocks(model) for module in _inside(block)]
-    elif is_spread(model):
-        backend.count_fallback("generate", "ranks_left_out", model)
     wrappers = [module.__dict__.pop("forward") for module in lifted]
     try:
         yield

@@ -17,10 +17,8 @@ from ..attention.padded import HANDLERS as PADDED
 from ..attention.step_attention import StepAttention
 from ..cache.own import own_cache_of
 from ..cache.preallocated import PreallocatedCache
-from ..core import backend
 from ..core.capture import NOT_FOR_A_STEP
 from ..core.launch import rehearses
-from ..core.target import CHAINS, EAGER, INPUTS
 from ..products.chain import FUNCTIONS
 from ..products.put_off import Handlers
 from ..products.step_products import StepProducts
@@ -77,7 +75,7 @@ class Step:
         with self._stepping():
             outputs = self.model(**self._step_arguments(), return_dict=True)
             self.carried.advance(outputs)
-        if INPUTS and self.watched is not None:
+        if self.watched is not None:
             self.watched.advance()
         logits: Tensor = outputs.logits[:, -1]
         return logits
@@ -100,13 +98,9 @@ class Step:
             attention = StepAttention(cache, [] if self.watched is None else self.watched.heard)
             instead = {functional.scaled_dot_product_attention: attention.plain}
             handlers: Handlers = {functional.scaled_dot_product_attention: attention}
-            if EAGER:
-                handlers = {**HANDLERS, **handlers}
-            elif self.model.config.get_text_config(decoder=True)._attn_implementation == "eager":
-                backend.count_fallback("decode_step", "eager_left_out")
+            handlers = {**HANDLERS, **handlers}
             products = StepProducts(instead, handlers, poisons=rehearses(), residuals=self._residuals)
-            if CHAINS:
-                products.chains = {**FUNCTIONS, **PADDED}
+            products.chains = {**FUNCTIONS, **PADDED}
             with products, self._constants, StepLength(cache.position, cache.capacity, cache.slots):
                 yield
 
@@ -143,7 +137,7 @@ class Step:
     def _arguments(self, mask: Tensor) -> dict[str, Any]:
         """Return what a step's forward is called with, the mask `[B, n]` as given."""
         states = self.carried.arguments
-        if INPUTS and self.watched is not None:
+        if self.watched is not None:
             return self.watched.arguments(self.state.input_ids, mask, self.cache) | states
         masked = {"attention_mask": mask} if "attention_mask" in self._inputs else {}
         return {**self._inputs, **masked, **states}

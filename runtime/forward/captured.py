@@ -27,7 +27,6 @@ from ..core import backend
 from ..core.capture import index_of
 from ..core.compile_ahead import load_compiler_beside
 from ..core.process import settings
-from ..core.target import DRAWS, RAGGED
 from .fitness import is_elsewhere, unfit_call
 from .graph import AsItIs, Given, Run
 from .lengths import Text, text_of
@@ -87,12 +86,10 @@ def _called(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) ->
         return nn.Module.__call__(model, *arguments, **keywords)
     with backend.device_guard(given):
         measures = mode != "always"
-        if RAGGED and get_ragged_batches():
+        if get_ragged_batches():
             served, outputs = _packed(model, store, call, measures)
             if served:
                 return outputs
-        elif get_ragged_batches():
-            backend.count_fallback("forward", "ragged_left_out")
         if kind in store.graphs:
             replayed, outputs = _replayed(store, kind, lambda _: AsItIs(call, tensors))
             if replayed:
@@ -185,7 +182,7 @@ def _replayed(store: ForwardStore, kind: Hashable, given_of: Callable[[Cut], Giv
                 given.launch(kept.graph)
                 if snapshot.is_current():
                     store.use(kind)
-                    if DRAWS and kept.draws is not None and not store.without_graph:
+                    if kept.draws is not None and not store.without_graph:
                         kept.draws.again()
                     return True, given.results(kept.graph)
         store.release()

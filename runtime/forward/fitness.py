@@ -14,7 +14,6 @@ from ..core import backend
 from ..core.launch import collects, rehearses
 from ..core.observers import only_records, records
 from ..core.process import is_watched
-from ..core.target import DRAWS
 
 REASONS = {
     "cpu": "the model is not on a GPU",
@@ -126,7 +125,7 @@ class Randomness:
         (others, state), (before, start) = self._now(), self._before
         if others == before and torch.equal(state, start):
             return False
-        if DRAWS and others == before:
+        if others == before:
             torch.set_rng_state(start)
             draws.again()
             same = torch.equal(state, torch.get_rng_state())

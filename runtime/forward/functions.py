@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.target import CHAINS
 from ..products.activated_product import activated_product, put_off_product
 from ..products.chain import FUNCTIONS, hides_nothing, in_order, uncopied, where_it_runs
 from ..products.chain_rows import norm_of_chain
@@ -66,7 +65,7 @@ def functions(wanted: bool = True, *, poisons: bool = False) -> AbstractContextM
         wanted: whether functions are put off; otherwise nothing is done.
         poisons: fill what is put off with NaN, so that it shows where it is read and not computed.
     """
-    if CHAINS and wanted:
+    if wanted:
         return ForwardFunctions(poisons=poisons)
     return contextlib.nullcontext()
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.target import RAGGED
 from .agreement import compare, compare_positions, equal, tensors_in
 from .bounds import Bounds
 from .graph import ForwardGraph, Part, Run, Unsuitable
@@ -188,7 +187,7 @@ class Padding:
         """
         try:
             for tensor, other, dims in zip(tensors_in(wanted), found, self._cut.dims, strict=True):
-                if RAGGED and text.tokens and dims.length and (mask := text.given[MASK]) is not None:
+                if text.tokens and dims.length and (mask := text.given[MASK]) is not None:
                     _agree_where_shown(tensor, other, dims, mask)
                     continue
                 compare([tensor], [other])

@@ -17,7 +17,6 @@ from ..core.capture import CaptureFailed
 from ..core.compile_ahead import compile_all, variants
 from ..core.launch import rehearsing
 from ..core.snapshot import Snapshot, unfit_weights
-from ..core.target import CHAINS, DRAWS, RAGGED
 from ..core.written import version_of
 from .agreement import compare, equal
 from .draws import Draws
@@ -76,17 +75,15 @@ def attempt(
         return run(call)
     draws: Any = contextlib.nullcontext()
     once: Any = contextlib.nullcontext()
-    if DRAWS:
-        draws = Draws()
+    draws = Draws()
     with draws:
         expected = run(call)
-    if DRAWS:
-        once = draws.once()  # the call drew once, however often it is tried
+    once = draws.once()  # the call drew once, however often it is tried
     with once, _refusing(store, kind, text):
         store.tried = effects.snapshot_to_keep
         if effects.are_none(store, kind, draws):  # more runs would have them too
             kept = _kept(model, store, kind, call, tensors, run, expected, measures, text)
-            if DRAWS and draws.are_there:
+            if draws.are_there:
                 kept = kept._replace(draws=draws)
             store.keep(kind, kept)
     return expected
@@ -109,7 +106,7 @@ def _kept(
         _ready(model, store, device)
     wanted, padding, run = expected, None, own
     if text is not None:
-        if RAGGED and text.tokens:
+        if text.tokens:
             run = packed_run(model, own, text.tokens)
         padding = Padding(model, text, own, run)
         call, tensors = padding.tried(expected)
@@ -124,7 +121,7 @@ def _kept(
     except (CaptureFailed, *ERRORS) as error:  # which may be for the layout: then it is as it was
         reason = _named(error)
         kept = capture(free_layout=False, chained=False)
-    kept = kept._replace(as_written=reason if CHAINS else "")
+    kept = kept._replace(as_written=reason)
     if padding is not None and text is not None:
         cut = padding.proved(kept.graph)
         if padding.hidden is not None:
@@ -320,7 +317,7 @@ def _rehearsed(
     What nobody computed is NaN then. What is packed or made at the first use in a graph is there afterwards, before
     anybody looks at the model.
     """
-    if CHAINS and not store.may_compile(kind, is_bucket=is_bucket):
+    if not store.may_compile(kind, is_bucket=is_bucket):
         with rehearsing():
             run(call)
         return f"kernels were compiled for {len(store.compiled)} other kinds of calls"

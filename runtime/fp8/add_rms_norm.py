@@ -16,7 +16,6 @@ from ..aiter import norm_quant as aiter_norm_quant
 from ..core import backend, rows
 from ..core.e4m3 import Quantized, dtype_for, quantize
 from ..core.launch import Kernel
-from ..core.target import ROCM
 from ..norms.add_norm import add_norm
 from ..norms.add_rms_norm import empty_sum, sum_refusal
 from ..norms.rms_norm import reference as norm_reference
@@ -105,12 +104,9 @@ def fp8_add_norm(hidden_states: Tensor, residual: Tensor, norm: nn.Module) -> tu
 def _forward(
     hidden_states: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, weight_in_fp32: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if ROCM:
-        found = aiter_norm_quant.add_rms_norm(
-            hidden_states, residual, weight, eps, offset, weight_in_fp32, norm_reference
-        )
-        if found is not None:
-            return found
+    found = aiter_norm_quant.add_rms_norm(hidden_states, residual, weight, eps, offset, weight_in_fp32, norm_reference)
+    if found is not None:
+        return found
     if hidden_states.numel() and backend.uses_triton(hidden_states):
         reason = norm_refusal(hidden_states, weight) or sum_refusal(hidden_states, residual)
         if reason is None and hidden_states.shape[-1] > rows.MAX_BLOCK_COLS:

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from ..aiter import fp8 as aiter_fp8
 from ..core import backend
 from ..core.e4m3 import Quantized, has_fp8
-from ..core.target import ROCM
 
 FAST_SUMS = False
 """Whether NVIDIA's tensor cores may keep partial sums in fewer bits than fp32."""
@@ -40,7 +39,7 @@ def fp8_product(rows: Quantized, weight: Quantized, bias: Tensor | None, dtype: 
 def _forward(
     values: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    if ROCM and dtype == torch.bfloat16 and (bias is None or bias.dtype == dtype):
+    if dtype == torch.bfloat16 and (bias is None or bias.dtype == dtype):
         if (found := aiter_fp8.product(values, scale, weight, weight_scale, bias)) is not None:
             return found
     native = values.is_cuda and backend.uses_triton(values)

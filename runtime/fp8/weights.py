@@ -18,7 +18,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..aiter import fp8 as aiter_fp8
 from ..core import backend, derived
 from ..core.e4m3 import Quantized
-from ..core.target import ROCM
 from ..core.written import version_of
 from ..products import memory, packing
 from ..products.prologue import is_trained
@@ -150,8 +149,7 @@ def refresh(model: nn.Module) -> None:
             whole = None if kept.state == _state(projections) else memory.joined(weights)  # type: ignore[arg-type]
             if whole is not None:
                 _copy_of(weights[0], whole, projections)  # type: ignore[arg-type]
-        if ROCM:
-            aiter_fp8.renew(_copies[module].weight.values)
+        aiter_fp8.renew(_copies[module].weight.values)
 
 
 def forget(model: nn.Module) -> None:

@@ -21,7 +21,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..core import backend, rows
 from ..core.launch import WAVE, chip_of, overlaps
-from ..core.target import RANKS, ROCM, TRAINING
 from ..parallel.forwards import summed
 from .block_experts import block_experts, block_experts_of
 from .by_aiter import experts_by_aiter
@@ -106,7 +105,7 @@ def fused_experts(
         Shaped as `hidden_states`, in its dtype.
     """
     chosen = (top_k_index, top_k_weights)
-    if RANKS and (dealt := summed(experts)) is not None:
+    if (dealt := summed(experts)) is not None:
         with dealt.lifted():
             part = _computed(hidden_states, experts, chosen, None, scaling, dealt.some)
         return dealt.finished(part, residual)
@@ -146,7 +145,7 @@ def _computed(
     if mine is not None:
         top_k_index, top_k_weights = mine.own(*chosen)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-    if ROCM and mine is None and reason == "many_tokens" and how is not None and backend.nothing_watches(tokens):
+    if mine is None and reason == "many_tokens" and how is not None and backend.nothing_watches(tokens):
         given = (hidden_states, top_k_index, top_k_weights, _weights(experts), residual, how)
         found = experts_by_aiter(*given, biased=form is not None and form.biased)
         if found is not None:
@@ -158,7 +157,7 @@ def _computed(
         both = both if form is not None and form.biased else [None, None]
         sorted_ones = (tokens.contiguous(), top_k_index, top_k_weights, gate_up, down, (both[0], both[1]), how)
         output = grouped_experts(*sorted_ones)  # type: ignore[arg-type]
-    if TRAINING and reason == "gradient" and _is_trained_here(tokens, experts, top_k_index, top_k_weights, form, how):
+    if reason == "gradient" and _is_trained_here(tokens, experts, top_k_index, top_k_weights, form, how):
         assert how is not None
         output = trained_experts(tokens, top_k_index, top_k_weights, *_weights(experts), how.activation)
         output = output if scaling == 1.0 else output * scaling
@@ -331,7 +330,7 @@ def _forward(
     fields = len(Gating._fields)
     how, biases, first = Gating(*rest[:fields]), (*rest[fields:], None, None)[:2], (*rest[fields + 2 :], -1)[0]
     arguments = (hidden_states, index, weights, gate_up_proj, down_proj, residual, how, biases, first)
-    if ROCM and first < 0:
+    if first < 0:
         both, biased = (gate_up_proj, down_proj), biases[0] is not None
         output = experts_by_aiter(hidden_states, index, weights, both, residual, how, biased=biased)
         if output is not None:

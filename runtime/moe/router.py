@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from ..core import backend, rows
 from ..core.launch import WAVE, Kernel, overlaps
-from ..core.target import ROCM
 from ..norms.rms_norm import reference as norm_reference
 from ..norms.rms_norm import refusal as norm_refusal
 from ..norms.rms_norm import result_dtype
@@ -183,7 +182,7 @@ def _reference(
         logits = F.linear(tokens.float(), rule.weight.float(), bias)
     else:
         logits = F.linear(tokens.to(rule.weight.dtype), rule.weight, rule.bias)
-    if ROCM and (found := selection_by_aiter(logits, rule, tokens.dtype)) is not None:
+    if (found := selection_by_aiter(logits, rule, tokens.dtype)) is not None:
         return hidden_states, *found
     return hidden_states, *select_experts(logits, rule, tokens.dtype)
 
@@ -274,7 +273,7 @@ def _launch(
             ),
             overlap=overlap,
         )
-    if ROCM and (found := selection_by_aiter(logits, rule, x.dtype)) is not None:
+    if (found := selection_by_aiter(logits, rule, x.dtype)) is not None:
         return out, *found
     launch_selection(logits, rule, weights, index)
     return out, weights, index

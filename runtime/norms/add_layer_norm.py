@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from ..core import backend, deferring, layout, rows
 from ..core.launch import overlaps
-from ..core.target import TRAINING
 from .add_rms_norm import empty_sum, sum_refusal
 from .layer_norm import layer_norm
 from .layer_norm import refusal as norm_refusal
@@ -59,7 +58,7 @@ def add_layer_norm(
     reason = None
     if backend.wants_gradient(hidden_states, residual, weight, bias):
         reason = _not_learned(hidden_states, residual, weight, bias)
-        if TRAINING and reason is None:
+        if reason is None:
             both: tuple[torch.Tensor, torch.Tensor] = _AddLayerNorm.apply(hidden_states, residual, weight, bias, eps)
             return both
     elif torch.is_autocast_enabled(hidden_states.device.type):
@@ -127,14 +126,12 @@ def _not_learned(
     hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> str | None:
     """Return why the torch form is differentiated, and not the kernel."""
-    if TRAINING:
-        if not backend.learns(hidden_states, residual, weight, bias):
-            return "gradient_wanted"
-        if torch.is_autocast_enabled(hidden_states.device.type) and not _widens(hidden_states):
-            return "autocast"
-        reason = sum_refusal(hidden_states, residual) or _parameter_refusal(hidden_states, residual, weight, bias)
-        return reason or backward_refusal(hidden_states) or backward_refusal(residual)
-    return backend.unlearned(hidden_states)
+    if not backend.learns(hidden_states, residual, weight, bias):
+        return "gradient_wanted"
+    if torch.is_autocast_enabled(hidden_states.device.type) and not _widens(hidden_states):
+        return "autocast"
+    reason = sum_refusal(hidden_states, residual) or _parameter_refusal(hidden_states, residual, weight, bias)
+    return reason or backward_refusal(hidden_states) or backward_refusal(residual)
 
 
 def _widens(tensor: torch.Tensor) -> bool:

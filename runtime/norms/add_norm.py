@@ -8,7 +8,6 @@ from torch.compiler import is_compiling
 
 from ..core import backend
 from ..core.launch_bound import is_launch_bound
-from ..core.target import LAYER_NORM, RMS_NORM
 from .add_layer_norm import add_layer_norm
 from .add_rms_norm import add_rms_norm
 from .torch_rms_norm import torch_rms_norm
@@ -38,9 +37,9 @@ def add_norm(
         backend.count_fallback("add_norm", reason)
         summed = residual + hidden_states
         return norm(summed), summed
-    if LAYER_NORM and type(norm) is nn.LayerNorm:
+    if type(norm) is nn.LayerNorm:
         return add_layer_norm(hidden_states, residual, norm.weight, norm.bias, norm.eps)
-    if RMS_NORM and (of_torch := torch_rms_norm(norm)) is not None:
+    if (of_torch := torch_rms_norm(norm)) is not None:
         return add_rms_norm(hidden_states, residual, *of_torch, weight_in_fp32=True)
     return norm.add_forward(hidden_states, residual)  # type: ignore[operator]
 
@@ -57,11 +56,11 @@ def _refusal(hidden_states: torch.Tensor, residual: torch.Tensor, norm: nn.Modul
         return "call_replaced"
     if hidden_states.shape != residual.shape:
         return "shapes_differ"
-    if LAYER_NORM and kind is nn.LayerNorm:
+    if kind is nn.LayerNorm:
         if nn.LayerNorm.forward is not _LAYER_NORM:
             return "forward_replaced"
         return None if norm.normalized_shape == hidden_states.shape[-1:] else "normalized_shape"
-    if RMS_NORM and torch_rms_norm(norm) is not None:
+    if torch_rms_norm(norm) is not None:
         if not (hidden_states.is_contiguous() and residual.is_contiguous()):
             return "layout"  # torch's result is dense, whatever its input is
         return None if norm.normalized_shape == hidden_states.shape[-1:] else "normalized_shape"

@@ -15,7 +15,6 @@ import torch
 from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
 from ..core.launch import overlaps
-from ..core.target import ROCM, TRAINING
 from .rms_norm import note_made, result_dtype, rms_norm
 from .rms_norm import reference as norm_reference
 from .rms_norm import refusal as norm_refusal
@@ -66,7 +65,7 @@ def add_rms_norm(
         return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
     if backend.wants_gradient(hidden_states, residual, weight):
         reason = _not_learned(hidden_states, residual, weight)
-        if TRAINING and reason is None:
+        if reason is None:
             given = (hidden_states, residual, weight, eps, offset, weight_in_fp32)
             normed, summed = _AddRmsNorm.apply(*given)
             note_made(normed, summed, weight, (eps, offset, weight_in_fp32))
@@ -124,12 +123,10 @@ class _AddRmsNorm(torch.autograd.Function):
 
 def _not_learned(hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None) -> str | None:
     """Return why the torch form is differentiated, and not the kernel."""
-    if TRAINING:
-        if not backend.learns(hidden_states, residual, weight):
-            return "gradient_wanted"
-        reason = norm_refusal(hidden_states, weight) or sum_refusal(hidden_states, residual)
-        return reason or backward_refusal(hidden_states) or backward_refusal(residual)
-    return backend.unlearned(hidden_states)
+    if not backend.learns(hidden_states, residual, weight):
+        return "gradient_wanted"
+    reason = norm_refusal(hidden_states, weight) or sum_refusal(hidden_states, residual)
+    return reason or backward_refusal(hidden_states) or backward_refusal(residual)
 
 
 def _reference(
@@ -153,7 +150,7 @@ def _forward(
     weight_in_fp32: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     order = rows.order(residual)
-    if ROCM and order == ():
+    if order == ():
         given = (hidden_states, residual, weight, eps, offset, weight_in_fp32)
         found = aiter_norms.add_rms_norm(*given, norm_reference)
         if found is not None:

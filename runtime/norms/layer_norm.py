@@ -16,7 +16,6 @@ import torch
 from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
 from ..core.launch import Kernel, overlaps
-from ..core.target import ROCM, TRAINING
 from .layer_norm_backward import layer_norm_backward
 from .layer_norm_backward import refusal as backward_refusal
 
@@ -134,7 +133,7 @@ def layer_norm(
         return _reference(hidden_states, weight, bias, eps)
     if backend.wants_gradient(hidden_states, weight, bias):
         reason = _not_learned(hidden_states, weight, bias)
-        if TRAINING and reason is None:
+        if reason is None:
             normed: torch.Tensor = _LayerNorm.apply(hidden_states, weight, bias, eps)
             return normed
         backend.count_fallback("layer_norm", str(reason))
@@ -166,11 +165,9 @@ class _LayerNorm(torch.autograd.Function):
 
 def _not_learned(hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> str | None:
     """Return why the torch form is differentiated, and not the kernel."""
-    if TRAINING:
-        if not backend.learns(hidden_states, weight, bias):
-            return "gradient_wanted"
-        return refusal(hidden_states, weight, bias) or backward_refusal(hidden_states)
-    return backend.unlearned(hidden_states)
+    if not backend.learns(hidden_states, weight, bias):
+        return "gradient_wanted"
+    return refusal(hidden_states, weight, bias) or backward_refusal(hidden_states)
 
 
 def _reference(
@@ -211,7 +208,7 @@ def _forward(
     hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     order = rows.order(hidden_states)
-    if ROCM and order == ():
+    if order == ():
         normed = aiter_norms.layer_norm(hidden_states, weight, bias, eps, _reference)
         if normed is not None:
             return normed

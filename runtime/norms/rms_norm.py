@@ -20,7 +20,6 @@ from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
 from ..core.launch import Kernel, overlaps
 from ..core.made import remember
-from ..core.target import ROCM, TRAINING
 from .rms_norm_backward import refusal as backward_refusal
 from .rms_norm_backward import rms_norm_backward
 
@@ -167,7 +166,7 @@ def rms_norm(
         return reference(hidden_states, weight, eps, offset, weight_in_fp32)
     if backend.wants_gradient(hidden_states, weight):
         reason = _not_learned(hidden_states, weight)
-        if TRAINING and reason is None:
+        if reason is None:
             given = (hidden_states, weight, eps, offset, weight_in_fp32)
             normed: torch.Tensor = _RmsNorm.apply(*given)
             note_made(normed, hidden_states, weight, (eps, offset, weight_in_fp32))
@@ -217,11 +216,9 @@ def note_made(
 
 def _not_learned(hidden_states: torch.Tensor, weight: torch.Tensor | None) -> str | None:
     """Return why the torch form is differentiated, and not the kernel."""
-    if TRAINING:
-        if not backend.learns(hidden_states, weight):
-            return "gradient_wanted"
-        return refusal(hidden_states, weight) or backward_refusal(hidden_states)
-    return backend.unlearned(hidden_states)
+    if not backend.learns(hidden_states, weight):
+        return "gradient_wanted"
+    return refusal(hidden_states, weight) or backward_refusal(hidden_states)
 
 
 def reference(
@@ -265,7 +262,7 @@ def _forward(
     hidden_states: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, weight_in_fp32: bool
 ) -> torch.Tensor:
     order = rows.order(hidden_states)
-    if ROCM and order == ():
+    if order == ():
         normed = aiter_norms.rms_norm(hidden_states, weight, eps, offset, weight_in_fp32, reference)
         if normed is not None:
             return normed

@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..core.target import FORMATS, LOADS
-
 
 class Adopter:
     """Base of what has kernels for weights as they are published; it looks at every quantised model loaded."""
@@ -64,23 +62,20 @@ class NativeCheckpoint:
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint as the original class does; quantised layers for which there are kernels get them."""
         load = super().from_pretrained  # type: ignore[misc]
-        if LOADS and (found := _published(cls, pretrained_model_name_or_path, kwargs)) is not None:
+        if (found := _published(cls, pretrained_model_name_or_path, kwargs)) is not None:
             loaded = _load(cls, load, found, pretrained_model_name_or_path, args)
         else:
             loaded = load(pretrained_model_name_or_path, *args, **kwargs)
-        if FORMATS:
-            _adopt(loaded[0] if isinstance(loaded, tuple) else loaded)
+        _adopt(loaded[0] if isinstance(loaded, tuple) else loaded)
         return loaded
 
-    if LOADS:
-
-        def post_init(self) -> None:
-            """Do what transformers does once a model is built; layers of a published form are then put in."""
-            super().post_init()  # type: ignore[misc]
-            preparing = _preparing.get()
-            if preparing is not None and type(self) is preparing[0]:
-                _, loader, quantization = preparing
-                loader.prepare(self, quantization)  # type: ignore[arg-type]
+    def post_init(self) -> None:
+        """Do what transformers does once a model is built; layers of a published form are then put in."""
+        super().post_init()  # type: ignore[misc]
+        preparing = _preparing.get()
+        if preparing is not None and type(self) is preparing[0]:
+            _, loader, quantization = preparing
+            loader.prepare(self, quantization)  # type: ignore[arg-type]
 
 
 def _adopt(model: Any) -> None:

@@ -27,7 +27,6 @@ from torch.nn import functional as F
 from ..aiter import blockscale as aiter_blockscale
 from ..core import backend, rows
 from ..core.launch import HIP, WAVE, Kernel, overlaps, processors
-from ..core.target import ROCM
 from ..core.tiles import Tile
 from ..package.checkpoint import Adopter
 from .block_groups import in_words
@@ -172,7 +171,7 @@ class BlockLinear(Adopter, nn.Module):
         if not is_block_linear(self):  # a model that was cast: its own class has an answer
             output: Tensor = super().forward(input)
             return output
-        if ROCM and (rounded := _by_aiter(self, input)) is not None:
+        if (rounded := _by_aiter(self, input)) is not None:
             return rounded
         return block_affine(input, (blocks_of(self), self._parameters["bias"]))
 

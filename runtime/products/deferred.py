@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.target import CHAINS, CONV1D, LAYER_NORM
 from ..norms.layer_norm import launch_layer_norm
 from ..norms.rms_norm import launch_rms_norm
 from .linear import launch_product
@@ -78,7 +77,7 @@ class Normed(Deferred):
 
     def compute(self, out: Tensor) -> None:
         """Run the norm's own kernel."""
-        if LAYER_NORM and isinstance(self.prologue, LayerNormPrologue):
+        if isinstance(self.prologue, LayerNormPrologue):
             launch_layer_norm(self.input, self.prologue.weight, self.prologue.bias, self.prologue.eps, out)
         elif isinstance(self.prologue, Prologue):
             launch_rms_norm(self.input, *self.prologue, out, self.residual)
@@ -117,7 +116,7 @@ class Product(Deferred):
             inner, residual = residual, torch.empty_like(out)
             inner.compute(residual)
         given = (residual, out, self.activation, self.factor)
-        if CONV1D and self.transposed:
+        if self.transposed:
             assert not isinstance(self.prologue, Prologue)
             launch_transposed(self.input, self.weight, self.bias, self.prologue, *given)
             return
@@ -150,12 +149,10 @@ class Pointwise(Deferred):
         """What the product reads, and the operands."""
         return [*self.of.reads, *(operand for operand in self.operands if isinstance(operand, Tensor))]
 
-    if CHAINS:
-
-        @property
-        def function_alone(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-            """The function and its operands, where no product has it as its last stage."""
-            return None if self.taken_in is not None else (self.function, self.operands)
+    @property
+    def function_alone(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+        """The function and its operands, where no product has it as its last stage."""
+        return None if self.taken_in is not None else (self.function, self.operands)
 
     @property
     def taken_in(self) -> Product | None:

@@ -29,7 +29,6 @@ from ..aiter import activation as aiter_activation
 from ..core import backend, rows
 from ..core.launch import HIP, WAVE, Kernel, grid, overlaps
 from ..core.launch_bound import is_launch_bound
-from ..core.target import ROCM, TRAINING
 
 CASES = """
 def halves(tokens, size, activation):
@@ -222,7 +221,7 @@ def gated_activation(
         return activation(gate) * up
     if backend.wants_gradient(gate, up):
         reason = not_learned(gate, up)
-        if TRAINING and reason is None:
+        if reason is None:
             product: torch.Tensor = _GatedActivation.apply(gate, up, kind)
             return product
         backend.count_fallback("gated_activation", str(reason))
@@ -255,13 +254,11 @@ class _GatedActivation(torch.autograd.Function):
 
 def not_learned(gate: torch.Tensor, up: torch.Tensor) -> str | None:
     """Return why the torch form is differentiated, and not the kernel."""
-    if TRAINING:
-        if not backend.learns(gate, up):
-            return "gradient_wanted"
-        if not gate.numel() or not (_is_in_order(gate) and _is_in_order(up)):
-            return "permuted"
-        return _refusal(gate, up)
-    return backend.unlearned(gate)
+    if not backend.learns(gate, up):
+        return "gradient_wanted"
+    if not gate.numel() or not (_is_in_order(gate) and _is_in_order(up)):
+        return "permuted"
+    return _refusal(gate, up)
 
 
 def torch_form(kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -299,7 +296,7 @@ def _function_kind(function: Callable[[torch.Tensor], torch.Tensor]) -> str | No
 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    if ROCM and (product := aiter_activation.gated_activation(gate, up, activation)) is not None:
+    if (product := aiter_activation.gated_activation(gate, up, activation)) is not None:
         return product
     if backend.uses_triton(gate):
         reason = _refusal(gate, up)

@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from ..aiter import gemm as aiter_gemm
 from ..core import backend, tables
-from ..core.target import ROCM
 from . import packing, preshuffle
 from .linear import few_rows, takes_few_rows
 from .skinny import MOST_ROWS
@@ -106,7 +105,7 @@ def routed_packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor
     Returns:
         One `[..., N_i]` for each projection.
     """
-    multiply = functools.partial(_product_of_parts, projections) if ROCM else product
+    multiply = functools.partial(_product_of_parts, projections)
     return packing.multiplied(input, projections, multiply, _packed_operator)
 
 
@@ -153,7 +152,7 @@ def rule(rows: int) -> str:
     """Return the path for a size that the table does not have."""
     if rows <= MOST_ROWS:
         return "skinny"
-    return "aiter" if ROCM and rows >= _threshold else "vendor"
+    return "aiter" if rows >= _threshold else "vendor"
 
 
 def size_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> Product:
@@ -249,11 +248,10 @@ def _preferring(library: str) -> Run:
 
 offer("vendor", Path(F.linear))
 offer("skinny", Path(_skinny))
-if ROCM:
-    offer("hipblaslt", Path(_preferring("hipblaslt")))
-    offer("rocblas", Path(_preferring("hipblas")))
-    offer("aiter", Path(aiter_gemm.mm))
-    offer("preshuffled", Path(preshuffle.multiply, takes_bias=False, many_rows=True))
+offer("hipblaslt", Path(_preferring("hipblaslt")))
+offer("rocblas", Path(_preferring("hipblas")))
+offer("aiter", Path(aiter_gemm.mm))
+offer("preshuffled", Path(preshuffle.multiply, takes_bias=False, many_rows=True))
 
 
 def _fake(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -25,7 +25,6 @@ from ..core import backend, deferring, reading
 from ..core.local import is_local
 from ..core.rows import KERNEL_DTYPES
 from ..core.rows import few_rows as few_rows_of
-from ..core.target import FORMATS, RANKS
 from ..core.tiles import Tile, tile
 from ..parallel.forwards import summed
 from . import packing
@@ -84,12 +83,12 @@ def linear(
     prompt = reading.current()
     if prompt is not None and residual is not None:
         residual = prompt.beside(input, residual)
-    if FORMATS and is_block_linear(projection):
+    if is_block_linear(projection):
         scaled = block_linear(input, (projection,), norm, residual)
         if scaled is not None:
             return scaled
     elif takes_few_rows(input):
-        if RANKS and (parts := summed(projection)) is not None and not (parts.splits and norm is not None):
+        if (parts := summed(projection)) is not None and not (parts.splits and norm is not None):
             with parts.lifted():
                 part = linear(parts.ranks.part(input) if parts.splits else input, projection, norm=norm)
             return parts.finished(part, residual)
@@ -140,7 +139,7 @@ def gated_linear(
         `[N, O]`.
     """
     kind = activation_kind(activation)
-    if FORMATS and are_blocks(projections):
+    if are_blocks(projections):
         scaled = block_linear(input, projections, norm, kind=kind) if kind is not None else None
         if scaled is not None:
             return scaled

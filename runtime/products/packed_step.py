@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..core.target import FORMATS
 from .block_linear import are_blocks, block_linear
 from .linear import _fits, before, few_rows, takes_few_rows
 from .packing import _parameter, packed_linear, packed_parameters
@@ -21,7 +20,7 @@ def packed_step(input: Tensor, *projections: nn.Module, norm: nn.Module | None =
     Returns:
         One `[N, O_i]` for each projection; views of one `[N, ΣO_i]` where the product was packed.
     """
-    if FORMATS and are_blocks(projections):
+    if are_blocks(projections):
         scaled = block_linear(input, projections, norm)
         if scaled is not None:
             return _split(scaled, projections)

@@ -24,13 +24,11 @@ from torch.nn import functional as F
 from ..core import backend
 from ..core.launch_bound import is_launch_bound
 from ..core.place import NAMESPACE
-from ..core.target import FORMATS, TRAINING
 from . import memory
 from .learned import learned_projections
 
 REASONS = {
     "not_linear": "a projection is no plain nn.Linear (an adapter or a quantised layer replaced it)",
-    "formats_left_out": "a projection has a scale for each block, and the package was made without formats",
     "observed": "a hook, a wrapped forward or a parametrisation watches a projection",
     "gradient": "gradients are wanted, of what no kernel makes them of",
     "not_a_tensor": "the input is no tensor",
@@ -85,7 +83,7 @@ def multiplied(
 ) -> tuple[Tensor, ...]:
     """Return what `packed_linear` does, the product computed by `multiply`, or by `operator` in a compiled graph."""
     reason = unsafe(input, projections)
-    if TRAINING and reason == "gradient" and (learned := learned_projections(input, projections)) is not None:
+    if reason == "gradient" and (learned := learned_projections(input, projections)) is not None:
         return learned
     if reason is not None:
         return _separately(input, projections, reason)
@@ -135,8 +133,7 @@ def unsafe(
         return "autocast"
     for projection in projections:
         if type(projection) not in classes:
-            has_blocks = "weight_scale_inv" in getattr(projection, "_parameters", ())
-            return "formats_left_out" if has_blocks and not FORMATS else "not_linear"
+            return "not_linear"
         if backend.observed(projection):
             return "observed"
         weight, bias = projection._parameters.get("weight"), projection._parameters.get("bias")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ..core import backend
-from ..core.target import RMS_NORM
 from ..norms.torch_rms_norm import torch_rms_norm
 
 
@@ -43,7 +42,7 @@ def prologue_of(norm: nn.Module) -> Prologue | None:
     So it has where its weight is trained: a kernel that computes the norm gives it no gradient.
     """
     describe = getattr(type(norm), "prologue", None)
-    if RMS_NORM and (of_torch := torch_rms_norm(norm)) is not None:
+    if (of_torch := torch_rms_norm(norm)) is not None:
         describe = lambda _: Prologue(*of_torch, weight_in_fp32=True)
     return None if describe is None or backend.observed(norm) or is_trained(norm) else describe(norm)
 

@@ -25,7 +25,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..core import deferring
-from ..core.target import CHAINS, LAYER_NORM
 
 Instead = Mapping[Callable[..., Any], Callable[..., Tensor | None]]
 Handlers = Mapping[Callable[..., Any], Callable[..., Tensor | None]]
@@ -77,17 +76,15 @@ class Deferred:
         """What it reads when it is computed."""
         raise NotImplementedError
 
-    if CHAINS:
+    @property
+    def link(self) -> Any:
+        """What it is in a chain of functions, a `chain_text.Node`; None where it is no chain."""
+        return None
 
-        @property
-        def link(self) -> Any:
-            """What it is in a chain of functions, a `chain_text.Node`; None where it is no chain."""
-            return None
-
-        @property
-        def function_alone(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-            """The function of torch that it is, and its operands; None where it is none that a chain may take in."""
-            return None
+    @property
+    def function_alone(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+        """The function of torch that it is, and its operands; None where it is none that a chain may take in."""
+        return None
 
     def compute(self, out: Tensor) -> None:
         """Write the tensor."""
@@ -154,7 +151,7 @@ class PutsOff(TorchFunctionMode):
         taken = self._taken(func, args, given)
         if taken is None and func in self._handlers and all(isinstance(a, _VALUES) for a in args):
             taken = self._handlers[func](self, *args, **given)
-        if CHAINS and taken is None and func in self.chains:
+        if taken is None and func in self.chains:
             taken = self.chains[func](self, *args, **given)
         if taken is not None:
             return taken
@@ -176,11 +173,9 @@ class PutsOff(TorchFunctionMode):
         """Put off an RMSNorm; `core.deferring` says what each of these is given. By default nothing is put off."""
         return None
 
-    if LAYER_NORM:
-
-        def layer_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
-            """Put off a LayerNorm."""
-            return None
+    def layer_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
+        """Put off a LayerNorm."""
+        return None
 
     def normed(self, tensor: Tensor) -> tuple[Tensor, Any] | None:
         """Return what a norm that was put off is computed from."""
@@ -253,12 +248,10 @@ class PutsOff(TorchFunctionMode):
         found = self._deferred.get(key_of(tensor))  # which may be of a tensor that is gone, whose key was given anew
         return None if found is None or found.place() is None else found
 
-    if CHAINS:
-
-        def is_read(self, tensor: Tensor) -> bool:
-            """Return whether what is put off reads the memory of a tensor."""
-            self._forget()
-            return any(key_of(tensor) in map(key_of, deferred.reads) for deferred in self._deferred.values())
+    def is_read(self, tensor: Tensor) -> bool:
+        """Return whether what is put off reads the memory of a tensor."""
+        self._forget()
+        return any(key_of(tensor) in map(key_of, deferred.reads) for deferred in self._deferred.values())
 
     def replace(self, tensor: Tensor, deferred: Deferred) -> None:
         """Let a tensor stand for something else, which nothing reads yet."""
@@ -266,16 +259,14 @@ class PutsOff(TorchFunctionMode):
         deferred.place, deferred.shape, deferred.dtype = before.place, before.shape, before.dtype
         self._deferred[key_of(tensor)] = deferred
 
-    if CHAINS:
-
-        def take_out(self, wanted: Callable[[Deferred], bool]) -> list[tuple[Deferred, Tensor]]:
-            """Forget what is wanted of all that is put off; returns it with the tensors that are to be written."""
-            found = []
-            for key, deferred in [*self._deferred.items()]:
-                if wanted(deferred) and (storage := deferred.place()) is not None:
-                    del self._deferred[key]
-                    found.append((deferred, deferred.on(storage)))
-            return found
+    def take_out(self, wanted: Callable[[Deferred], bool]) -> list[tuple[Deferred, Tensor]]:
+        """Forget what is wanted of all that is put off; returns it with the tensors that are to be written."""
+        found = []
+        for key, deferred in [*self._deferred.items()]:
+            if wanted(deferred) and (storage := deferred.place()) is not None:
+                del self._deferred[key]
+                found.append((deferred, deferred.on(storage)))
+        return found
 
     @staticmethod
     def _reads_no_number(func: Callable[..., Any], args: Sequence[Any]) -> bool:

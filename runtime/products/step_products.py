@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.rows import KERNEL_DTYPES
-from ..core.target import CONV1D, LAYER_NORM
 from . import memory
 from .beside import MOST, alike, is_same, is_same_norm, launch_beside
 from .deferred import POINTS, Normed, Pointwise, Product, activation_of
@@ -100,9 +99,9 @@ class StepProducts(PutsOff):
             return self._product(*args, **given)
         if func in _MATMULS and len(args) == 2 and not given:
             return self._matmul(*args)
-        if CONV1D and func is torch.addmm and len(args) == 3 and not given:
+        if func is torch.addmm and len(args) == 3 and not given:
             return self._turned(*args)
-        if LAYER_NORM and func is F.layer_norm:
+        if func is F.layer_norm:
             return self._layer_norm(*args, **given)
         if not self._deferred or func is F.dropout:
             return super()._taken(func, args, given)
@@ -113,31 +112,27 @@ class StepProducts(PutsOff):
             return self._sum(*args) if taken is None and func in _SUMS and len(args) == 2 and not given else taken
         return None
 
-    if LAYER_NORM:
-
-        def _layer_norm(
-            self,
-            input: Tensor,
-            normalized_shape: Sequence[int],
-            weight: Tensor | None = None,
-            bias: Tensor | None = None,
-            eps: float = 1e-5,
-        ) -> Tensor | None:
-            if len(normalized_shape) != 1 or tuple(input.shape[-1:]) != tuple(normalized_shape):
-                return None
-            return self._norm(input, LayerNormPrologue(weight, bias, eps))
+    def _layer_norm(
+        self,
+        input: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor | None:
+        if len(normalized_shape) != 1 or tuple(input.shape[-1:]) != tuple(normalized_shape):
+            return None
+        return self._norm(input, LayerNormPrologue(weight, bias, eps))
 
     def rms_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
         """Put off an RMSNorm of one row."""
         with torch._C.DisableTorchFunction():  # what is asked here is no call of the model's
             return self._norm(input, Prologue(*prologue))
 
-    if LAYER_NORM:
-
-        def layer_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
-            """Put off a LayerNorm of one row."""
-            with torch._C.DisableTorchFunction():
-                return self._norm(input, LayerNormPrologue(*prologue))
+    def layer_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
+        """Put off a LayerNorm of one row."""
+        with torch._C.DisableTorchFunction():
+            return self._norm(input, LayerNormPrologue(*prologue))
 
     def sum(self, first: Tensor, second: Tensor) -> Tensor | None:
         """Put off the sum of a product and of something of its shape."""
@@ -199,21 +194,14 @@ class StepProducts(PutsOff):
         self.settle(input)
         return input, weight, bias, None
 
-    if CONV1D:
-
-        def _turned(self, bias: Tensor, input: Tensor, weight: Tensor) -> Tensor | None:
-            if input.is_contiguous():
-                if (
-                    type(weight) is nn.Parameter
-                    and weight.dim() == 2
-                    and takes_few_rows(input)
-                    and memory.turn(weight)
-                ):
-                    return self._product(input, weight.t(), bias)
-                if takes_transposed(input, weight, bias):
-                    product = Product(*self._before(input, weight, bias, (LayerNormPrologue,)), transposed=True)
-                    return self.put_off(product, (*input.shape[:-1], weight.shape[1]), input)
-            return None
+    def _turned(self, bias: Tensor, input: Tensor, weight: Tensor) -> Tensor | None:
+        if input.is_contiguous():
+            if type(weight) is nn.Parameter and weight.dim() == 2 and takes_few_rows(input) and memory.turn(weight):
+                return self._product(input, weight.t(), bias)
+            if takes_transposed(input, weight, bias):
+                product = Product(*self._before(input, weight, bias, (LayerNormPrologue,)), transposed=True)
+                return self.put_off(product, (*input.shape[:-1], weight.shape[1]), input)
+        return None
 
     def _pointwise(self, func: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]) -> Tensor | None:
         """Put off a function of a product and of numbers."""

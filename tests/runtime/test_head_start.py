@@ -138,8 +138,7 @@ def test_whenever_the_kernels_are_there_it_is_the_original_s_text(
     assert reasons() == []
 
 
-def test_the_second_call_has_a_prompt_in_a_graph(counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "CHANGES", False)  # as in a package whose code leaves nothing on a module
+def test_the_second_call_has_a_prompt_in_a_graph(counted: list[str]) -> None:
     model, _ = pair()
     run(model, prompt())
     (graph,) = store_of(model).graphs.values()
@@ -258,7 +257,7 @@ def test_tokens_come_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch
     model.generate(**inputs, max_new_tokens=4, streamer=Streamer())
     first = ["prompt", "loading", "plain 7", "token", "plain 1", "token", "collected 1", f"collected {ROUNDING}"]
     assert events[: len(first) + 1] == [*first, "compiling"]
-    assert events[-5:].count("end") == 1
+    assert events.count("end") == 1
 
 
 def test_threads_take_short_turns_only_while_somebody_wants_it() -> None:
