@@ -15,6 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from rewrite.runtime.core.rounding_noise import FEW, MOST, RoundingNoise, Yardstick, distance
 from rewrite.runtime.decode.graph import DecodeGraph
 from rewrite.runtime.decode.proof import StepDiffers
+from rewrite.runtime.forward import agreement
+from rewrite.runtime.forward.graph import Unsuitable
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -229,3 +231,21 @@ def test_noise_explains_no_more_than_so_much_in_fp32() -> None:
     wild = runs(lambda hidden: torch.sin(1e7 * hidden), dtype=torch.float32)
     verdict = wild.judge({"it": -wild._runs[0]["it"]})
     assert (verdict.holds, verdict.bound) == (False, pytest.approx(MOST))
+
+
+def test_a_forward_s_graph_in_16_bits_is_off_by_what_rounding_explains() -> None:
+    """A bound of 0.1 alone let a wrong one through."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 64, dtype=torch.bfloat16) / 8)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+
+    def forward() -> Tensor:
+        return F.silu(F.linear(x, weight))
+
+    with torch.no_grad():
+        wanted, exact = forward(), F.silu(F.linear(x.float(), weight.float())).bfloat16()
+    agreement.compare([wanted], [exact], forward)
+    wrong = wanted * 1.06
+    agreement.compare([wanted], [wrong])
+    with pytest.raises(Unsuitable, match="differs"):
+        agreement.compare([wanted], [wrong], forward)
