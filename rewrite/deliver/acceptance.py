@@ -71,7 +71,10 @@ class Acceptance:
             f"{check.detail}"
             for name, check in raised(verdict)
         ]
-        found += [said for name, figures in failed(verdict).items() if (said := self._refused(name, figures))]
+        less = " (what was accepted was verified with --quick)" if self.quick and not verdict.options.quick else ""
+        found += [
+            f"{said}{less}" for name, figures in failed(verdict).items() if (said := self._refused(name, figures))
+        ]
         found += self._stopped(verdict)
         return [textwrap.shorten(said, LONGEST, placeholder=" …") for said in found] or (
             [] if verdict.passed or failed(verdict) else [verdict.reason]

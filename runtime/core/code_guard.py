@@ -10,8 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
+
+import torch
 
 from .provenance import (
     SECOND_FORMS,
@@ -31,6 +33,13 @@ from .provenance import (
 _KEPT = 16
 """Sets of classes whose code is known; a process has few kinds of models."""
 _NOT_FOLLOWED = frozenset({"torch", "numpy", *sys.stdlib_module_names}) - {"__main__"}
+_IN_C = frozenset(
+    f"{module.__name__}.{name}"
+    for module in (torch, torch.nn.functional)
+    for name, value in vars(module).items()
+    if isinstance(value, BuiltinFunctionType)
+)
+"""Functions of torch that are not written in Python."""
 _guards: dict[Any, CodeGuard] = {}
 
 
@@ -47,7 +56,7 @@ class CodeGuard:
         owners = (owner_of(kind, form) for kind in self._kinds for form in SECOND_FORMS)
         self._own = {owner.__module__ for owner in owners if owner is not None}
         """Modules in which second forms are written."""
-        self._names: set[str] = {"forward", *SECOND_FORMS}
+        self._names: set[str] = {"forward", "__call__", *SECOND_FORMS}
         """Attributes that some function reads, the names of methods among them."""
         self._places: dict[int, tuple[str, dict[str, Any], set[str]]] = {}
         """By the id of a module's dictionary: the module's name, the dictionary, and which names are read."""
@@ -87,6 +96,11 @@ class CodeGuard:
         if self._others is None:
             self._others = sorted({*self._other_methods(), *self._other_names()})
         return self._others
+
+    @property
+    def of_torch(self) -> list[str]:
+        """What of it is torch's and written in Python: a mode of torch's functions calls such a one by its name."""
+        return [place for place in self.others if library_of(place) == "torch" and place not in _IN_C]
 
     def _now(self) -> list[Any]:
         return [get(held) for get, held in self._read]

@@ -9,7 +9,7 @@ itself by the name of what it wraps is somebody's all the same.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -26,7 +26,8 @@ _LIBRARIES = frozenset({"torch", "transformers", "functools", "contextlib"})
 
 _PLAIN_MODULES = frozenset(sys.stdlib_module_names) - {"math"}
 """Modules of which no function is a part of what a model computes."""
-_KNOWN: dict[Any, tuple[Any, list[tuple[Callable[[Any], Any], dict[str, Any], Any]]]] = {}
+_CALL = itemgetter("__call__")
+_KNOWN: dict[Any, tuple[Any, list[tuple[Callable[[Any], Any], Mapping[str, Any], Any]]]] = {}
 """The `forward` of each class that was found to be the written one, with the functions that it reads."""
 _MOST_KNOWN = 4096
 
@@ -107,7 +108,11 @@ def _homes_of(value: Any) -> Iterator[str]:
 def runs_as_written(kind: type) -> bool:
     """Return whether the `forward` of a class is the one for which operators and second forms may stand."""
     forward = getattr(kind, "forward", None)
-    return is_compiling() or _is_known(kind, forward) or (stands(kind, "forward") and _know(kind, forward))
+    return is_compiling() or _is_known(kind, forward) or (_stands_called(kind) and _know(kind, forward))
+
+
+def _stands_called(kind: type) -> bool:
+    return stands(kind, "forward") and stands(kind, "__call__")
 
 
 def is_intact(function: Any) -> bool:
@@ -130,7 +135,9 @@ def _know(key: Any, function: Any) -> bool:
     inner = plain(function)
     while (wrapped := getattr(inner, "__wrapped__", None)) is not None:
         inner = wrapped
-    read: list[tuple[Callable[[Any], Any], dict[str, Any], Any]] = []
+    read: list[tuple[Callable[[Any], Any], Mapping[str, Any], Any]] = []
+    if isinstance(key, type):
+        read.append((_CALL, vars(nn.Module), _CALL(vars(nn.Module))))
     for module, held, names in reads(inner) if isinstance(inner, FunctionType) else ():
         called = sorted(n for n in names if isinstance(held[n], (FunctionType, BuiltinFunctionType)))
         if not all(is_own(held[name], module, name) for name in called):

@@ -92,10 +92,11 @@ class RoundingNoise(TorchFunctionMode):
 
     def _moved(self, tensor: Tensor, most: int) -> Tensor:
         bits = tensor.view(_BITS[tensor.dtype])
-        ulps = torch.empty_like(bits).random_(-1, 2, generator=self._generator) * most
+        moved = torch.empty_like(bits).random_(-1, 2, generator=self._generator)
         least = torch.finfo(tensor.dtype).tiny if most > 1 else 0  # a number of fewer units would change its sign
-        moves = (tensor.abs() > least) & (tensor.abs() < _TOO_LARGE)
-        return torch.where(moves, (bits + ulps).view(tensor.dtype), tensor)
+        size = tensor.abs()
+        moved.masked_fill_(~((size > least) & (size < _TOO_LARGE)), 0)
+        return moved.mul_(most).add_(bits).view(tensor.dtype)
 
 
 _MARK = "_has_rounding_noise"

@@ -118,9 +118,19 @@ class Snapshot:
     @property
     def attributes(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Every dictionary of attributes, parameters, buffers, parts and hooks, each with what it held."""
-        pairs = [*zip(self._states, self._copies, strict=True)]
-        pairs += [(vars(owner()), then) for owner, then in self._one_by_one]
-        held = [(now, {n: _strongly(v) for n, v in then.items() if n not in REGISTRIES}) for now, then in pairs]
+        held = [
+            (now, {name: value for name, value in then.items() if name not in REGISTRIES})
+            for now, then in zip(self._states, self._copies, strict=True)
+        ]
+        for owner, then in self._one_by_one:
+            now = vars(owner())
+            same = {
+                n: v
+                for n, v in now.items()
+                if isinstance(v, _OF_CALLS) or (n in then and not is_other(_weakly(v), then[n]))
+            }
+            others = {n: _strongly(v) for n, v in then.items() if n not in same}
+            held.append((now, {n: v for n, v in {**others, **same}.items() if n not in REGISTRIES}))
         registries = [*zip(self._filled, self._entries, strict=True), *((registry, {}) for registry in self._empty)]
         return [*held, *registries]
 
@@ -238,8 +248,10 @@ def _weakly(value: Any) -> Any:
     """Return what equals this as long as it is what it is: a function or an object may hold the model."""
     if isinstance(value, MethodType):
         return weakref.WeakMethod(value)
-    if isinstance(value, (Tensor, nn.Module, PretrainedConfig)) or type(value).__weakrefoffset__ == 0:
+    if isinstance(value, (Tensor, nn.Module, PretrainedConfig)):
         return value
+    if type(value).__weakrefoffset__ == 0:
+        return (type(value), id(value)) if hasattr(value, "__dict__") else value
     return weakref.ref(value)
 
 

@@ -86,6 +86,10 @@ class GraphStore:
                 self._remember_idle()
                 self._owner = None
 
+    def refuses_code(self) -> bool:
+        """Return whether a function of torch was replaced that a step, which runs under modes, would call twice."""
+        return self._snapshot is not None and bool(self._snapshot.code.of_torch)
+
     def is_fused(self, model: nn.Module) -> bool:
         """Return whether the layers may take their `decode` in a step.
 

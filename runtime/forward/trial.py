@@ -293,7 +293,7 @@ def _captured(
         graph.launch(tensors)
         found: list[Tensor] = []
         form_of(graph.results(tensors), found)
-    compare(wanted, found)
+    compare(wanted, found, functools.partial(run, call))
     return Kept(graph, None)
 
 
@@ -335,7 +335,7 @@ def _rehearsed(
             value = freely(poisons=True)
         if form_of(value, found) != form_of(expected, wanted):
             raise Unsuitable("differs", "outputs of another form")
-        compare(wanted, found)
+        compare(wanted, found, functools.partial(run, call))
     except torch.OutOfMemoryError:
         raise
     except ERRORS as error:

@@ -8,6 +8,7 @@ from torch.compiler import is_compiling
 
 from ..core import backend
 from ..core.launch_bound import is_launch_bound
+from ..core.provenance import owner_of
 from .add_layer_norm import add_layer_norm
 from .add_rms_norm import add_rms_norm
 from .torch_rms_norm import torch_rms_norm
@@ -57,8 +58,6 @@ def _refusal(hidden_states: torch.Tensor, residual: torch.Tensor, norm: nn.Modul
     if hidden_states.shape != residual.shape:
         return "shapes_differ"
     if kind is nn.LayerNorm:
-        if nn.LayerNorm.forward is not _LAYER_NORM:
-            return "forward_replaced"
         return None if norm.normalized_shape == hidden_states.shape[-1:] else "normalized_shape"
     if torch_rms_norm(norm) is not None:
         if not (hidden_states.is_contiguous() and residual.is_contiguous()):
@@ -70,19 +69,6 @@ def _refusal(hidden_states: torch.Tensor, residual: torch.Tensor, norm: nn.Modul
 
 
 def _stand_together(kind: type) -> bool:
-    """Whether `forward` and `add_forward` are of one class: a subclass may replace `forward` alone, anyone set it."""
-    for above in kind.__mro__:
-        if "forward" in above.__dict__:
-            if "add_forward" not in above.__dict__:
-                return False
-            # a compiler does not trace names of functions
-            return torch.compiler.is_compiling() or _body(kind.forward) == _body(kind.add_forward)  # type: ignore[attr-defined]
-    return False
-
-
-def _body(method: object) -> tuple[str, str]:
-    """Return the class in whose body a method was written."""
-    return getattr(method, "__module__", ""), getattr(method, "__qualname__", "").rpartition(".")[0]
-
-
-_LAYER_NORM = nn.LayerNorm.forward
+    """Whether `forward` and `add_forward` are of one class: a subclass may replace `forward` alone."""
+    owner = owner_of(kind, "forward")
+    return owner is not None and "add_forward" in owner.__dict__

@@ -585,7 +585,7 @@ def test_reasons_of_the_model_and_its_inputs():
         assert reason() == ["autocast"]
     with torch.no_grad():
         model.model.rotary_emb.rope_type = "dynamic"
-        assert fitness._unfit_model(model, True) == "rope_depends_on_length"
+        assert fitness.unfit_modules(model) == "rope_depends_on_length"
         model.model.rotary_emb.rope_type = "default"
         model.compile()
         assert fitness._unfit_model(model, True) == "compiled"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -29,6 +30,7 @@ from hf_rewrite_runtime.cache.alike import has_like
 from hf_rewrite_runtime.cache.names import passed_on
 from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.decode.graph_store import release_graphs
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -433,3 +435,18 @@ def test_a_method_that_somebody_replaced_is_the_caller_s(kind, method, monkeypat
     backend.reset_fallbacks()
     model.generate(prompt(B), max_new_tokens=NEW, do_sample=False)
     assert backend.fallbacks() == {("generate", "cache_kind"): 1}
+
+
+@pytest.mark.parametrize("kind", ["plain", "other heads", "one layer empty", "narrow", "fp16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_that_does_not_fit_leaves_the_next_call_alone(name, kind):
+    """The first call of a model makes a graph of the layers that it is given."""
+    model, original = pair(name)
+    release_graphs(model)
+    for one in (model, original):
+        with contextlib.suppress(AttributeError, IndexError, RuntimeError, ValueError):
+            turn(one, CACHES[kind](one.config), prompt(B), **TURNS["greedy"])
+    backend.reset_fallbacks()
+    mine, theirs = (turn(one, None, prompt(B), **TURNS["greedy"]) for one in (model, original))
+    assert not differ(mine, theirs)
+    assert not backend.fallbacks()

@@ -24,11 +24,12 @@ CHECKS = ("state dict, base", "every model class is there", NUMBERS, TRAINED, "i
 MLP = "    def forward(self, hidden_states):\n        gate, up"
 LOGITS = "        logits = linear(outputs.last_hidden_state[:, kept, :], self.lm_head)\n"
 HEAD = "        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)\n"
-QUERY = (
-    "        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=False)\n"
-)
+QUERY = "        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=False)\n"
 PACKED = "        q, k, v = packed_linear(hidden_states, self.q_proj, self.k_proj, self.v_proj)\n"
-LORA = "        self.lora_a = nn.Linear(config.hidden_size, 4, bias=False)\n        self.lora_b = nn.Linear(4, SIZE, bias=False)\n"
+LORA = """\
+        self.lora_a = nn.Linear(config.hidden_size, 4, bias=False)
+        self.lora_b = nn.Linear(4, SIZE, bias=False)
+"""
 BRANCH = "        q = q + self.lora_b(self.lora_a(hidden_states))\n"
 RIGHT = "config.num_attention_heads * self.head_dim"
 
