@@ -44,7 +44,7 @@ def test_every_package_is_listed() -> None:
 
 
 def names(requirements: list[str]) -> set[str]:
-    return {re.split(r"[<>=;\[ ]", requirement)[0] for requirement in requirements}
+    return {re.split(r"[<>=~;\[ ]", requirement)[0] for requirement in requirements}
 
 
 def test_what_runs_models_is_not_installed_with_the_tool() -> None:

@@ -28,7 +28,6 @@ from hf_rewrite_runtime.core import code_guard, provenance
 from rewrite.engine.build import build
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
-from rewrite.package.features import ON_REQUEST
 from rewrite.package.lock import Options
 from rewrite.transforms import select
 from rewrite.upstream.source import resolve
@@ -76,8 +75,7 @@ def family(request: pytest.FixtureRequest, place: Path) -> str:
 def package(name: str, place: Path) -> None:
     if not (place / f"changed_{name}").is_dir():
         chosen = select()
-        given = Options(without=tuple(one for one in ON_REQUEST if one != "inputs"))
-        files = assemble(build(resolve(name), chosen), chosen, given, place / f"changed_{name}").files
+        files = assemble(build(resolve(name), chosen), chosen, Options(), place / f"changed_{name}").files
         for path, content in files.items():
             (place / f"changed_{name}" / path).parent.mkdir(parents=True, exist_ok=True)
             (place / f"changed_{name}" / path).write_bytes(content)
@@ -395,7 +393,7 @@ def test_a_guard_that_is_left_out_shows(place: Path, monkeypatch: pytest.MonkeyP
 def module_of(home: Any, name: str, side: Side) -> list[types.ModuleType]:
     """Return the files of a package's runtime that know a function by its name."""
     function = getattr(home, name)
-    files = [m for path, m in list(sys.modules.items()) if path.startswith(f"{side.module.__package__}.runtime")]
+    files = [m for path, m in list(sys.modules.items()) if path.startswith("hf_rewrite_runtime.")]
     return [file for file in files if vars(file).get(name) is function]
 
 
