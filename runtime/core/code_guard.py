@@ -58,6 +58,8 @@ class CodeGuard:
         owners = (owner_of(kind, form) for kind in self._kinds for form in SECOND_FORMS)
         self._own = {owner.__module__ for owner in owners if owner is not None}
         """Modules in which second forms are written."""
+        above = {above.__module__ for kind in self._kinds for above in kind.__mro__}
+        self._homes = {"transformers", *map(library_of, above)} - _NOT_FOLLOWED
         self._names: set[str] = {"forward", "__call__", *SECOND_FORMS}
         """Attributes that some function reads, the names of methods among them."""
         self._places: dict[int, tuple[str, dict[str, Any], set[str]]] = {}
@@ -130,8 +132,9 @@ class CodeGuard:
         return module in self._own or is_library(module)
 
     def _add_class(self, kind: type) -> None:
-        for above in kind.__mro__[:-1]:
-            self._mappings.setdefault(id(above), vars(above))
+        for above in kind.__mro__:
+            if library_of(above.__module__) not in sys.stdlib_module_names or above.__module__ == "__main__":
+                self._mappings.setdefault(id(above), vars(above))
 
     def _follow(self) -> None:
         """See what the functions that are reached read, until no name of a method is new."""
@@ -175,7 +178,7 @@ class CodeGuard:
             if isinstance(value, Mapping):
                 self._see_mapping(value, module, f"{module}.{name}")
             elif isinstance(value, type):
-                if _is_followed(value.__module__):
+                if library_of(value.__module__) in self._homes:
                     self._add_class(value)
             else:
                 self._wait(value)
