@@ -8,6 +8,7 @@ torch and in transformers, and the mappings in which transformers looks function
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType
@@ -43,6 +44,7 @@ _IN_C = frozenset(
 )
 """Functions of torch that are not written in Python."""
 _guards: dict[Any, CodeGuard] = {}
+_making = threading.Lock()
 
 
 class CodeGuard:
@@ -213,12 +215,13 @@ class CodeGuard:
 def code_of(kinds: Iterable[type], chosen: Iterable[str]) -> CodeGuard:
     """Return the code of some classes as it is now; models of the same classes share it."""
     key = (frozenset(kinds), frozenset(chosen))
-    guard = _guards.get(key)
-    if guard is None or not guard.is_current():
-        while len(_guards) >= _KEPT:
-            _guards.pop(next(iter(_guards)), None)
-        guard = _guards[key] = CodeGuard(*key)
-    return guard
+    with _making:
+        guard = _guards.get(key)
+        if guard is None or not guard.is_current():
+            while len(_guards) >= _KEPT:
+                del _guards[next(iter(_guards))]
+            guard = _guards[key] = CodeGuard(*key)
+        return guard
 
 
 def _items(mapping: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -12,7 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer, EncoderDecoderCache
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 from transformers.generation import GenerationMixin
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -27,7 +33,7 @@ from ..cache.own import made_by, own_cache_of, own_tensors
 from ..core import backend
 from ..core.local import is_local
 from ..core.process import is_watched
-from ..core.provenance import home_of, is_runtime, is_written, plain
+from ..core.provenance import home_of, is_runtime, is_written, plain, stands
 from ..core.target import CARRIED, INPUTS, RANKS, STATES
 from .carried import are_handed_on, argument_of_states, carries, class_of_states
 from .policy import policy_of
@@ -57,6 +63,12 @@ _LOOP = {"_sample", "_prefill"} | {
 } - {*_OWN_INPUTS}  # fmt: skip
 """Methods that the loop here stands for, beside those that say what a step is given."""
 _DRAFTS = ("_assisted_decoding", "_get_candidate_generator")
+_GROWING = {
+    (kind, name): getattr(kind, name) if stands(kind, name) else None
+    for kind in (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
+    for name in ("update", "get_seq_length", "get_mask_sizes")
+}
+"""What transformers' growing cache does, for which buffers stand."""
 _HOME = GenerationMixin.__module__
 _MIXIN = vars(GenerationMixin)
 _written: set[tuple[str, Any]] = set()
@@ -271,6 +283,8 @@ def _unfit_model(model: Any, without_graph: bool) -> str | None:
         return "watched"
     if torch.nn.modules.module._has_any_global_hook():
         return "observed"
+    if any(getattr(kind, name) is not written for (kind, name), written in _GROWING.items()):
+        return "cache_kind"
     return None
 
 

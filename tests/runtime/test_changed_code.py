@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import activations, masking_utils
+from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -291,6 +292,7 @@ CHANGES: dict[str, Change] = {
     "what a step is given, by transformers": lambda side: put(
         (GenerationMixin, "_update_model_kwargs_for_generation", _without_mask)
     ),
+    "the growing cache of transformers": lambda side: put((DynamicLayer, "update", halved(DynamicLayer.update))),
     "a mode of torch": lambda side: Halves(),
     "a default device": lambda side: torch.device("cpu"),
     "the default dtype": lambda side: _default_dtype(),
@@ -407,6 +409,17 @@ def trust_every_step(patch: pytest.MonkeyPatch, side: Side) -> None:
         patch.setattr(file, "compared", lambda *given: (0.0, True))
 
 
+@pytest.mark.parametrize("name", [name for name in CHANGES if "a mode" not in name and "growing" not in name])
+def test_a_captured_forward_would_not_be_replayed(place: Path, name: str) -> None:
+    package("llama", place)
+    _, ours = sides("llama")
+    snapshot, settings = part(ours, "core/snapshot").Snapshot(ours.model), part(ours, "core/process").settings
+    before = settings()
+    assert snapshot.is_mapped() and snapshot.is_current()  # noqa: PT018
+    with CHANGES[name](ours):
+        assert not (snapshot.is_mapped() and snapshot.is_current() and settings() == before)
+
+
 def test_layers_take_their_second_forms_where_their_code_stands(place: Path) -> None:
     package("llama", place)
     _, ours = sides("llama")
@@ -423,7 +436,7 @@ def test_layers_take_their_second_forms_where_their_code_stands(place: Path) -> 
                 generate(ours)
             (graph,) = store_of(ours).graphs.values()
             assert not graph.cache.fused, name
-            assert store_of(ours)._snapshot.code.others
+            assert "other code stands for" in str(importlib.import_module("changed_llama").explain(ours.model)), name
     assert not part(ours, "core/backend").fallbacks().get(("generate", "step_differs"))
 
 
