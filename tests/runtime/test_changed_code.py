@@ -31,6 +31,8 @@ from rewrite.package.assemble import assemble
 from rewrite.package.features import ON_REQUEST
 from rewrite.package.lock import Options
 from rewrite.runtime.core import code_guard, provenance
+from rewrite.runtime.parallel import shards
+from rewrite.runtime.parallel.forwards import SummedForward
 from rewrite.transforms import select
 from rewrite.upstream.source import resolve
 
@@ -524,3 +526,24 @@ def test_what_a_process_adds_elsewhere_is_no_change() -> None:
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]
     assert guard.is_current()
+
+
+class Dealt:
+    """A tensor of several ranks, whose local one is another view each time."""
+
+    def __init__(self) -> None:
+        self.local = torch.ones(3)
+
+    def to_local(self) -> torch.Tensor:
+        return self.local.view_as(self.local)
+
+
+def test_a_rank_has_the_same_tensors_in_each_call() -> None:
+    module, dealt = nn.Linear(1, 1), Dealt()
+    first = shards._local_of(module, "weight", dealt)
+    assert shards._local_of(module, "weight", dealt) is first
+    dealt.local = torch.zeros(3)
+    assert shards._local_of(module, "weight", dealt).tolist() == [0, 0, 0]
+    ranks: Any = object()
+    assert SummedForward(module, ranks) == SummedForward(module, ranks)
+    assert SummedForward(module, ranks) != SummedForward(nn.Linear(1, 1), ranks)
