@@ -288,7 +288,8 @@ def preallocated_like(
 
 def _numbers_of(module: nn.Module) -> Hashable:
     """Return where the tensors of a module lie, how often they were written in place, and its plain numbers."""
-    tensors = (*module.parameters(), *module.buffers())
+    parts = (part for one in module.modules() for part in (one._parameters, one._buffers))
+    tensors = (tensor for part in parts for tensor in part.values() if tensor is not None)
     written = tuple((tensor.data_ptr(), version_of(tensor)) for tensor in tensors)
     return written, tuple((name, value) for name, value in vars(module).items() if isinstance(value, (int, float)))
 

@@ -8,6 +8,7 @@ torch and in transformers, and the mappings in which transformers looks function
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType
@@ -41,6 +42,7 @@ _IN_C = frozenset(
 )
 """Functions of torch that are not written in Python."""
 _guards: dict[Any, CodeGuard] = {}
+_making = threading.Lock()
 
 
 class CodeGuard:
@@ -56,6 +58,8 @@ class CodeGuard:
         owners = (owner_of(kind, form) for kind in self._kinds for form in SECOND_FORMS)
         self._own = {owner.__module__ for owner in owners if owner is not None}
         """Modules in which second forms are written."""
+        above = {above.__module__ for kind in self._kinds for above in kind.__mro__}
+        self._homes = {"transformers", *map(library_of, above)} - _NOT_FOLLOWED
         self._names: set[str] = {"forward", "__call__", *SECOND_FORMS}
         """Attributes that some function reads, the names of methods among them."""
         self._places: dict[int, tuple[str, dict[str, Any], set[str]]] = {}
@@ -128,8 +132,9 @@ class CodeGuard:
         return module in self._own or is_library(module)
 
     def _add_class(self, kind: type) -> None:
-        for above in kind.__mro__[:-1]:
-            self._mappings.setdefault(id(above), vars(above))
+        for above in kind.__mro__:
+            if library_of(above.__module__) not in sys.stdlib_module_names or above.__module__ == "__main__":
+                self._mappings.setdefault(id(above), vars(above))
 
     def _follow(self) -> None:
         """See what the functions that are reached read, until no name of a method is new."""
@@ -173,7 +178,7 @@ class CodeGuard:
             if isinstance(value, Mapping):
                 self._see_mapping(value, module, f"{module}.{name}")
             elif isinstance(value, type):
-                if _is_followed(value.__module__):
+                if library_of(value.__module__) in self._homes:
                     self._add_class(value)
             else:
                 self._wait(value)
@@ -208,12 +213,13 @@ class CodeGuard:
 def code_of(kinds: Iterable[type], chosen: Iterable[str]) -> CodeGuard:
     """Return the code of some classes as it is now; models of the same classes share it."""
     key = (frozenset(kinds), frozenset(chosen))
-    guard = _guards.get(key)
-    if guard is None or not guard.is_current():
-        while len(_guards) >= _KEPT:
-            _guards.pop(next(iter(_guards)), None)
-        guard = _guards[key] = CodeGuard(*key)
-    return guard
+    with _making:
+        guard = _guards.get(key)
+        if guard is None or not guard.is_current():
+            while len(_guards) >= _KEPT:
+                del _guards[next(iter(_guards))]
+            guard = _guards[key] = CodeGuard(*key)
+        return guard
 
 
 def _items(mapping: Mapping[Any, Any]) -> dict[Any, Any]:

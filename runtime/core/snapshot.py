@@ -124,11 +124,7 @@ class Snapshot:
         ]
         for owner, then in self._one_by_one:
             now = vars(owner())
-            same = {
-                n: v
-                for n, v in now.items()
-                if isinstance(v, _OF_CALLS) or (n in then and not is_other(_weakly(v), then[n]))
-            }
+            same = {n: v for n, v in now.items() if not is_other(_weakly(v), then.get(n, _NOTHING))}
             others = {n: _strongly(v) for n, v in then.items() if n not in same}
             held.append((now, {n: v for n, v in {**others, **same}.items() if n not in REGISTRIES}))
         registries = [*zip(self._filled, self._entries, strict=True), *((registry, {}) for registry in self._empty)]
@@ -156,12 +152,10 @@ class Snapshot:
 
     def _read(self, owner: Any) -> dict[str, Any]:
         """Return the attributes of a module by name, what might hold the model weakly."""
-        left = self._left
-        return {
-            name: value if type(value) in _PLAIN else _weakly(value)
-            for name, value in vars(owner).items()
-            if name not in left and not isinstance(value, _OF_CALLS)
-        }
+        found = {n: v if type(v) in _PLAIN else _weakly(v) for n, v in vars(owner).items()}
+        for name in self._left & found.keys():
+            del found[name]
+        return found
 
     def _add(self, owner: Any) -> None:
         """Take over the attributes of a module, or of an object that one holds, and of what that holds."""
@@ -250,6 +244,8 @@ def _weakly(value: Any) -> Any:
         return weakref.WeakMethod(value)
     if isinstance(value, (Tensor, nn.Module, PretrainedConfig)):
         return value
+    if isinstance(value, _OF_CALLS):
+        return _OF_CALLS
     if type(value).__weakrefoffset__ == 0:
         return (type(value), id(value)) if hasattr(value, "__dict__") else value
     return weakref.ref(value)

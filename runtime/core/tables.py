@@ -18,7 +18,8 @@ VARIABLE = "REWRITE_TABLES"
 TUNED, GEMM, ATTENTION, KERNELS, TUNABLE_OP = "tuned.json", "gemm.json", "attention.json", "kernels", "tunableop.csv"
 
 _shipped: list[Path] = []
-_readers: list[Callable[[], None]] = []
+_changes = 0
+"""How often tables were to be read anew."""
 _Read = TypeVar("_Read", bound=Callable[..., Any])
 
 
@@ -56,15 +57,22 @@ def read(name: str) -> dict[str, Any]:
 
 def cached(function: _Read) -> _Read:
     """Remember what a function made of the tables until they change."""
-    kept = functools.cache(function)
-    _readers.append(kept.cache_clear)
-    return kept  # type: ignore[return-value]
+
+    @functools.cache
+    def kept(changes: int, *arguments: Any) -> Any:
+        return function(*arguments)
+
+    @functools.wraps(function)
+    def asked(*arguments: Any) -> Any:
+        return kept(_changes, *arguments)
+
+    return asked  # type: ignore[return-value]
 
 
 def forget() -> None:
     """Read every table anew at its next use."""
-    for clear in _readers:
-        clear()
+    global _changes
+    _changes += 1
 
 
 def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:

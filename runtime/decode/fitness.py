@@ -14,7 +14,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 from transformers.generation import GenerationMixin
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -31,7 +37,7 @@ from ..core import backend
 from ..core.local import is_local
 from ..core.observers import only_records
 from ..core.process import is_watched
-from ..core.provenance import home_of, is_runtime, is_written, plain
+from ..core.provenance import home_of, is_runtime, is_written, plain, stands
 from .carried import are_handed_on, argument_of_states, carries, class_of_states
 from .policy import policy_of
 from .sampling import MOST_DRAFTS, Lookup
@@ -55,9 +61,16 @@ _LOOP = {"_sample", "_prefill"} | {
 } - {*_OWN_INPUTS}  # fmt: skip
 """Methods that the loop here stands for, beside those that say what a step is given."""
 _DRAFTS = ("_assisted_decoding", "_get_candidate_generator")
+_GROWING = {
+    (kind, name): getattr(kind, name) if stands(kind, name) else None
+    for kind in (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
+    for name in ("update", "get_seq_length", "get_mask_sizes")
+}
+"""What transformers' growing cache does, for which buffers stand."""
 _HOME = GenerationMixin.__module__
-_written: dict[tuple[str, Any], bool] = {}
-"""Whether a function is transformers' own method of that name."""
+_MIXIN = vars(GenerationMixin)
+_written: set[tuple[str, Any]] = set()
+"""Functions that are transformers' own methods, with their names."""
 
 
 def recomputes_at_switch(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,8 +269,6 @@ def unfit(model: Any, call: Call, without_graph: bool, ranks: Any = None, fits: 
 def _unfit_model(model: Any, without_graph: bool) -> str | None:
     if model.device.type != "cuda" and not without_graph:
         return "cpu"
-    if is_spread(model):
-        return "several_devices"
     if model.training:
         return "training"
     if torch.is_grad_enabled():
@@ -270,6 +281,18 @@ def _unfit_model(model: Any, without_graph: bool) -> str | None:
         return "watched"
     if torch.nn.modules.module._has_any_global_hook():
         return "observed"
+    if any(getattr(kind, name) is not written for (kind, name), written in _GROWING.items()):
+        return "cache_kind"
+    return None
+
+
+def unfit_modules(model: Any) -> str | None:
+    """Return why a model speaks against a graph, as long as it is what it is; None if it does not.
+
+    Its modules are looked through one by one, which takes longer than to compare it with what it was.
+    """
+    if is_spread(model):
+        return "several_devices"
     if any(_overrides(model, name) for name in _LOOP) or (not can_watch() and own_steps(model)):
         return "own_loop"
     if _makes_cache(model):
@@ -278,11 +301,6 @@ def _unfit_model(model: Any, without_graph: bool) -> str | None:
         return "states_stay"
     if _text_config(model)._attn_implementation not in ("eager", "sdpa"):
         return "attention_implementation"
-    return None
-
-
-def unfit_modules(model: Any) -> str | None:
-    """Return why the modules of a model, looked through one by one, speak against a graph; None if they do not."""
     if any(_depends_on_length(module) for module in model.modules()):
         return "rope_depends_on_length"
     return "observed" if any(_watched(module) for module in model.modules()) else None
@@ -453,11 +471,14 @@ def _depends_on_length(module: nn.Module) -> bool:
 
 def _overrides(model: Any, name: str) -> bool:
     """Return whether a method of transformers' loop is another one: the instance's, its class's, the mixin's own."""
-    if name not in vars(GenerationMixin):
+    mixin = _MIXIN.get(name)
+    if mixin is None:
         return False
-    found = vars(model).get(name)
-    found = plain(getattr(type(model), name) if found is None else found)
-    if not _is_of_mixin(name, vars(GenerationMixin)[name]):
+    own = vars(model).get(name)
+    found = plain(getattr(type(model), name) if own is None else own)
+    if (name, mixin) in _written and (name, found) in _written:
+        return False
+    if not _is_of_mixin(name, mixin):
         return True
     ours = isinstance(found, FunctionType) and is_runtime(home_of(found)) and "__wrapped__" not in vars(found)
     return not (ours or _is_of_mixin(name, found) or getattr(found, "_recomputes_at_switch", False))
@@ -465,12 +486,10 @@ def _overrides(model: Any, name: str) -> bool:
 
 def _is_of_mixin(name: str, function: Any) -> bool:
     """Return whether a function is the one that is written in transformers' mixin, or ours around it."""
-    known = _written.get((name, function))
-    if known is None:
-        known = is_written(function, _HOME, f"{GenerationMixin.__name__}.{name}")
-        if known:
-            _written[name, function] = known
-    return known
+    if not is_written(function, _HOME, f"{GenerationMixin.__name__}.{name}"):
+        return False
+    _written.add((name, function))
+    return True
 
 
 def _makes_cache(model: Any) -> bool:

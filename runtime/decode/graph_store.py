@@ -222,6 +222,10 @@ def describe(model: nn.Module) -> list[str]:
     under_way = [str(batch) for batch, one in sorted(store.compilations.items()) if not one.is_done()]
     if under_way:
         lines.append(f"kernels being compiled: batch {', '.join(under_way)}; tokens are chosen without meanwhile")
+    others = [] if store._snapshot is None else store._snapshot.code.others
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        lines.append(f"layers of a step call their modules: other code stands for {', '.join(others[:3])}{more}")
     for (batch, capacity), graph in list(store.graphs.items()):
         in_8_bits = ""
         in_8_bits = layers_in_8_bits(graph.cache)

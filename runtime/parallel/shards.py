@@ -27,6 +27,7 @@ REASONS = {
     "parallel_mesh": "the tensors are dealt over more than one dimension of ranks (FSDP, pipelines, experts)",
 }
 
+_locals: weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]] = weakref.WeakKeyDictionary()
 _described: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
@@ -151,7 +152,7 @@ class _Changes:
                     raise Unknown("parallel_mesh")
                 self._found(ranks_of(parameter.device_mesh))
                 found[name] = parameter.placements[0]
-                self._parameters.append((module, name, parameter, parameter.to_local()))
+                self._parameters.append((module, name, parameter, _local_of(module, name, parameter)))
         return found
 
     def _found(self, ranks: Ranks) -> None:
@@ -228,6 +229,20 @@ class _Changes:
                 whole = child.out_features % head_dim == 0
                 if whole and (width % head_dim or child.out_features % self.ranks.size):
                     raise UnevenHeads(f"{name}.{child_name}", width, head_dim, self.ranks.size)
+
+
+def _local_of(module: nn.Module, name: str, dealt: Any) -> Tensor:
+    """Return this rank's tensor of a dealt one: the same object in each call, as what is captured compares them."""
+    tensor: Tensor = dealt.to_local()
+    held = _locals.setdefault(module, {})
+    known = held.get(name)
+    if known is None or _place_of(known) != _place_of(tensor):
+        known = held[name] = tensor
+    return known
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 _WRAPPERS = (".install_forward.<locals>.tp_forward", ".install_forward.<locals>.ep_forward")

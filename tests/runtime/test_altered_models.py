@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from hf_rewrite_runtime.attention.rotary_rows import rotary_rows
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
+from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.core.written import version_of
 from hf_rewrite_runtime.decode.generation import GraphGeneration
 from hf_rewrite_runtime.decode.graph_store import store_of
@@ -223,3 +224,35 @@ def test_writes_are_counted() -> None:
     assert version_of(of_inference_mode) is None
     assert before is not None
     assert version_of(tensor) == before + 1
+
+
+class Leaves(LlamaForCausalLM):
+    """Each prompt leaves its length, which the steps behind it read."""
+
+    def forward(self, input_ids: Any = None, **keywords: Any) -> Any:
+        if input_ids.shape[1] > 1:
+            self.seen = input_ids.shape[1]
+        outputs = super().forward(input_ids=input_ids, **keywords)
+        outputs.logits = outputs.logits.roll(self.seen, -1)
+        return outputs
+
+
+class LeavesInOurs(GraphGeneration, Leaves):
+    _step_without_graph = True
+
+
+def test_what_prompts_leave_is_no_change_and_a_step_that_reads_it_is_not_replayed() -> None:
+    torch.manual_seed(0)
+    model = LeavesInOurs(LlamaConfig(**SIZES)).eval()
+    original = Leaves(model.config).eval()
+    original.load_state_dict(model.state_dict())
+    backend.reset_fallbacks()
+    for number, length in enumerate((4, 4, 4, 3, 2, 4)):
+        ids = IDS[:, :length]
+        found, wanted = (m.generate(ids, max_new_tokens=6, do_sample=False) for m in (model, original))
+        assert torch.equal(found, wanted)
+        if number < 3:
+            assert not backend.fallbacks().get(("generate", "step_reads"))
+            assert "seen" in store_of(model)._left
+    assert backend.fallbacks()[("generate", "step_reads")] == 2
+    assert not graphs_of(model)

@@ -21,10 +21,13 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import activations, masking_utils
+from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_rewrite_runtime.core import code_guard, provenance
+from hf_rewrite_runtime.parallel import shards
+from hf_rewrite_runtime.parallel.forwards import SummedForward
 from rewrite.engine.build import build
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
@@ -289,6 +292,7 @@ CHANGES: dict[str, Change] = {
     "what a step is given, by transformers": lambda side: put(
         (GenerationMixin, "_update_model_kwargs_for_generation", _without_mask)
     ),
+    "the growing cache of transformers": lambda side: put((DynamicLayer, "update", halved(DynamicLayer.update))),
     "a mode of torch": lambda side: Halves(),
     "a default device": lambda side: torch.device("cpu"),
     "the default dtype": lambda side: _default_dtype(),
@@ -328,8 +332,9 @@ def _default_dtype() -> Iterator[None]:
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_in_the_tokens_of_the_next_call(family: str, name: str, after: bool) -> None:
     pair = sides(family)
+    plain = generate(pair[0])
     if after:
-        assert not differ(*map(generate, pair))
+        assert not differ(plain, generate(pair[1]))
     before = graphs_of(pair[1])
     found: list[list[Any]] = []
     for side in pair:
@@ -339,7 +344,8 @@ def test_a_change_is_in_the_tokens_of_the_next_call(family: str, name: str, afte
     theirs, ours = found
     assert [differ(a, b) for a, b in zip(theirs, ours, strict=True)] == ["", "", ""]
     refused = part(pair[1], "core/backend").last_reasons(pair[1].model).get("")
-    assert refused is not None or not [graph for graph in kept if graph in before], "a graph was kept"
+    if differ(plain, theirs[0]) and refused is None:
+        assert not [graph for graph in kept if graph in before], "a graph was kept"
     if not any(word in name for word in ("where weights", "class of", "value of", "a module", "instance", "of_table")):
         assert not differ(*map(generate, pair))  # and what was before is there again
 
@@ -403,6 +409,17 @@ def trust_every_step(patch: pytest.MonkeyPatch, side: Side) -> None:
         patch.setattr(file, "compared", lambda *given: (0.0, True))
 
 
+@pytest.mark.parametrize("name", [name for name in CHANGES if "a mode" not in name and "growing" not in name])
+def test_a_captured_forward_would_not_be_replayed(place: Path, name: str) -> None:
+    package("llama", place)
+    _, ours = sides("llama")
+    snapshot, settings = part(ours, "core/snapshot").Snapshot(ours.model), part(ours, "core/process").settings
+    before = settings()
+    assert snapshot.is_mapped() and snapshot.is_current()  # noqa: PT018
+    with CHANGES[name](ours):
+        assert not (snapshot.is_mapped() and snapshot.is_current() and settings() == before)
+
+
 def test_layers_take_their_second_forms_where_their_code_stands(place: Path) -> None:
     package("llama", place)
     _, ours = sides("llama")
@@ -419,7 +436,7 @@ def test_layers_take_their_second_forms_where_their_code_stands(place: Path) -> 
                 generate(ours)
             (graph,) = store_of(ours).graphs.values()
             assert not graph.cache.fused, name
-            assert store_of(ours)._snapshot.code.others
+            assert "other code stands for" in str(importlib.import_module("changed_llama").explain(ours.model)), name
     assert not part(ours, "core/backend").fallbacks().get(("generate", "step_differs"))
 
 
@@ -507,3 +524,24 @@ def test_what_a_process_adds_elsewhere_is_no_change() -> None:
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]
     assert guard.is_current()
+
+
+class Dealt:
+    """A tensor of several ranks, whose local one is another view each time."""
+
+    def __init__(self) -> None:
+        self.local = torch.ones(3)
+
+    def to_local(self) -> torch.Tensor:
+        return self.local.view_as(self.local)
+
+
+def test_a_rank_has_the_same_tensors_in_each_call() -> None:
+    module, dealt = nn.Linear(1, 1), Dealt()
+    first = shards._local_of(module, "weight", dealt)
+    assert shards._local_of(module, "weight", dealt) is first
+    dealt.local = torch.zeros(3)
+    assert shards._local_of(module, "weight", dealt).tolist() == [0, 0, 0]
+    ranks: Any = object()
+    assert SummedForward(module, ranks) == SummedForward(module, ranks)
+    assert SummedForward(module, ranks) != SummedForward(nn.Linear(1, 1), ranks)

@@ -575,7 +575,7 @@ def test_reasons_of_the_model_and_its_inputs():
     assert fitness._unfit_model(model, True) == "gradient"
     model.set_attn_implementation("flex_attention")
     with torch.no_grad():
-        assert fitness._unfit_model(model, True) == "attention_implementation"
+        assert fitness.unfit_modules(model) == "attention_implementation"
     model.set_attn_implementation("sdpa")
     assert reason() == []
     model.train()
