@@ -199,7 +199,7 @@ def test_kernels_go_to_the_cache_once(tmp_path: Path) -> None:
 def test_what_became_of_them_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "kernels")
+    monkeypatch.setenv("REWRITE_TABLES", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
     def told(arch: str) -> str:

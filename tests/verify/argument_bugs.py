@@ -78,7 +78,7 @@ LLAMA = (
     Bug(
         "llama",
         "a registered attention function ignored",
-        "return _sdpa if interface is sdpa_attention_forward else interface",
+        "return _sdpa if interface is sdpa_attention_forward and is_intact(interface) else interface",
         "return interface if interface.__name__ == 'eager_attention_forward' else _sdpa",
         file=GQA,
     ),

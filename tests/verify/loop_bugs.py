@@ -74,8 +74,8 @@ CAPTURED = (
     bug(
         "graph of the old weights",
         "_runtime/decode",
-        "signature != self._signature",
-        "self._signature is None",
+        "if known is None or now != self._settings or not (known.is_mapped() and known.is_current()):",
+        "if known is None:",
     ),
     bug(
         "a replay too few",

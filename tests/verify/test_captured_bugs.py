@@ -33,12 +33,15 @@ BUGS = {
     ),
     "a number drawn where none is": (
         "_runtime/forward",
-        "if others == before and torch.equal(",
-        "if others != before and torch.equal(",
+        "(before, start) = self._now(), self._before",
+        "(before, start) = self._now(), (None, self._before[1])",
     ),
-    "the model not known to itself": ("_runtime/core", "self._model_id = id(model)", "pass"),
     "a hook unseen": ("_runtime/core", "(self._filled if registry else self._empty).append(registry)", "pass"),
-    "a part of the model unseen": ("_runtime/core", "if isinstance(owner, nn.Module):", "if False:"),
+    "a part of the model unseen": (
+        "_runtime/core",
+        "for module in model.modules():\n            self._add(module)",
+        "self._add(model)",
+    ),
     "outputs of zeros divided by": (
         "_runtime/forward",
         "return apart / norm if norm else apart",

@@ -19,12 +19,12 @@ STEPS = "decode loop, step by step, unused slots poisoned, base"
 
 BUGS = {
     "the norm behind a sum is never taken": (
-        "llama", "_runtime/norms", "_body(kind.forward) == _body(kind.add_forward)",
-        "_body(kind.forward) != _body(kind.add_forward)", RUN,
+        "llama", "_runtime/norms", "return None if _stand_together(kind) else",
+        "return None if not _stand_together(kind) else", RUN,
     ),
     "keys are repeated": (
-        "llama", "_runtime/attention", "return _sdpa if interface is sdpa_attention_forward else interface",
-        "return interface", KEPT,
+        "llama", "_runtime/attention", "if interface is sdpa_attention_forward and is_intact(interface) else",
+        "if False else", KEPT,
     ),
     "biases are joined in each call": (
         "llama", "_runtime/products", "as_one(present) if len(present) == len(biases)",
