@@ -247,5 +247,5 @@ def test_a_forward_s_graph_in_16_bits_is_off_by_what_rounding_explains() -> None
     agreement.compare([wanted], [exact], forward)
     wrong = wanted * 1.06
     agreement.compare([wanted], [wrong])
-    with pytest.raises(Unsuitable, match="differs"):
+    with pytest.raises(Unsuitable, match="rounding explains"):
         agreement.compare([wanted], [wrong], forward)
