@@ -51,6 +51,11 @@ def cases() -> dict[str, str]:
     return {file: ast.literal_eval(literal[1]) for file, literal in found if literal is not None}
 
 
+def without_cases(text: str) -> str:
+    """Return the text of a file of the runtime without its launches for `rewrite kernels`."""
+    return _CASES.sub("\n", text)
+
+
 @cache
 def computations() -> dict[str, str]:
     """Return what operators compute, by their names, of those that are no operation of their own."""

@@ -138,8 +138,7 @@ def test_prefill_by_aiter_copies_nothing(model, runtime, monkeypatch, tmp_path):
     fake_aiter.install(tmp_path, release)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(runtime["aiter_probe"], "chip", lambda device=None: "gfx942")
-    monkeypatch.setattr(runtime["aiter_calls"], "aiter_probe_chip", runtime["aiter_probe"].chip)  # imported by name
-    monkeypatch.setattr(runtime["aiter_calls"], "backend_device_guard", fake_aiter.device_guard)
+    monkeypatch.setattr(runtime["aiter_calls"].backend, "device_guard", fake_aiter.device_guard)
     runtime["aiter_calls"].forget()
     try:
         with pytest.warns(RuntimeWarning, match="aiter .* is used"), torch.no_grad():

@@ -74,7 +74,7 @@ class DecodeHead(Transform):
 
 def _generates(info: ClassInfo, module: Module) -> bool:
     bases = {base.rsplit(".", 1)[-1] for owner in effects_of(module).names.owners(info) for base in owner.bases}
-    return bool(bases & {"GenerationMixin", "GraphGeneration"})
+    return any(base == "GraphGeneration" or base.endswith("GenerationMixin") for base in bases)
 
 
 def _is_head(info: ClassInfo, attribute: str, module: Module) -> bool:

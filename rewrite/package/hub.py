@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rewrite import operators
 from rewrite.engine.relocate import is_rewritten
 from rewrite.errors import MissingTransformers, NotExportable, OutputNotOurs, OutputNotWritable
 from rewrite.package import output, vendor
@@ -75,7 +76,8 @@ def _files(folder: Path, lock: Lock, vendored: bool) -> dict[str, str]:
         needed = {lock.modeling, *(name for name in lock.upstream if name in own)}
         return {name: text for name, text in own.items() if name in needed}
     own = {name: vendor.relative(text) for name, text in own.items()}
-    runtime = {path: data.decode("utf-8") for path, data in vendor.files(own.values()).items()}
+    # transformers takes what a literal has at the beginning of a line for an import too
+    runtime = {path: operators.without_cases(data.decode()) for path, data in vendor.files(own.values()).items()}
     return flat_files({**own, **runtime}, lock.modeling)
 
 

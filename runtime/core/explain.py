@@ -95,7 +95,7 @@ def _of_model(model: nn.Module) -> dict[str, str]:
         for kind in type(module).__mro__:
             if kind.__name__ in (loops := decode_loops(kind.__module__)):
                 return {kind.__name__: loops[kind.__name__]}
-        lineage = [kind for kind in type(module).__mro__ if kind.__module__.startswith(f"{place.ROOT}.")]
+        lineage = [kind for kind in type(module).__mro__ if kind.__module__.startswith(place.PREFIX)]
         if lineage and hasattr(module, "generate"):
             has_one = any(kind.__name__.endswith("GraphGeneration") for kind in lineage)
             return {type(module).__name__: "yes" if has_one else "no: the class generates as transformers does"}
@@ -104,7 +104,7 @@ def _of_model(model: nn.Module) -> dict[str, str]:
 
 def _describers() -> Iterator[Callable[[nn.Module], list[str]]]:
     """Yield the function `describe` of every file of this runtime that has one and is in use."""
-    for name in sorted(name for name in sys.modules if name.startswith(f"{place.ROOT}.")):
+    for name in sorted(name for name in sys.modules if name.startswith(place.PREFIX)):
         describe = vars(sys.modules[name]).get("describe")
         if callable(describe) and describe.__module__ == name:
             yield describe

@@ -6,9 +6,12 @@ import re
 
 import torch
 
-ROOT = __name__.rpartition(".core.")[0]
-"""Dotted name of the runtime: `hf_rewrite_runtime`, or `package._runtime`."""
-_NAME = "hf_rewrite" if ROOT == "hf_rewrite_runtime" else re.sub(r"\W", "_", ROOT.rpartition(".")[0])
+_NESTED = __name__.endswith(".core.place")
+"""Not so where `rewrite export --hub --vendor` has put its files beside the modeling file."""
+PREFIX = __name__.removesuffix("core.place" if _NESTED else "core_place")
+"""How the name of every module of this runtime begins: `hf_rewrite_runtime.`, or `package._runtime.`."""
+_PACKAGE = PREFIX.rstrip(".").rpartition(".")[0] if _NESTED else PREFIX.rpartition(".")[0]
+_NAME = re.sub(r"\W", "_", _PACKAGE) or "hf_rewrite"
 _NAMES = (_NAME, *(f"{_NAME}_{number}" for number in range(2, 1000)))
 NAMESPACE = next(name for name in _NAMES if name not in vars(torch.ops))
 """What its operators are registered under.

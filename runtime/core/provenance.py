@@ -19,8 +19,6 @@ from torch.compiler import is_compiling
 
 SECOND_FORMS = ("decode", "decode_residual", "add_forward", "prologue", "rule")
 """Methods that rewritten classes have beside their `forward`, and that say or compute the same."""
-ROOT = __name__.rpartition("core")[0] or __name__
-"""How names of the runtime's modules begin, in a package's folder or as flat files."""
 _LIBRARIES = frozenset({"torch", "transformers", "functools", "contextlib"})
 """Whose decorators leave a function what it is."""
 

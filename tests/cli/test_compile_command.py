@@ -14,7 +14,7 @@ import torch
 from command_line import CommandLine
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-from hf_rewrite_runtime.core import launch, shipped
+from hf_rewrite_runtime.core import launch, shipped, tables
 from rewrite.errors import KernelsNotCompiled
 from rewrite.kernels import ahead
 from rewrite.kernels.package_work import shortened
@@ -203,7 +203,7 @@ def test_what_became_of_them_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
     def told(arch: str) -> str:
-        shipped.use.cache_clear()
+        tables.forget()
         return shipped.use(arch)
 
     assert told("sm_90") == ""
@@ -216,7 +216,7 @@ def test_what_became_of_them_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
     assert "not used: [Errno" in told("sm_90")
-    shipped.use.cache_clear()
+    tables.forget()
 
 
 def test_a_launch_without_a_gpu_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:

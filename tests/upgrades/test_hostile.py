@@ -97,7 +97,7 @@ def test_a_lock_that_says_what_no_lock_says(
         ("{" + " " * lock_text.MOST_BYTES, "larger than"),
         ("<<<<<<< ours\n{}\n=======\n{}\n>>>>>>> theirs\n", "has conflict markers"),
         ("null", "should be an object"),
-        ('{"schema": 2, "schema": 1}', "is missing"),
+        ('{"schema": 1, "schema": 3}', "is missing"),
     ],
     ids=["deep", "deeper", "huge", "conflict", "null", "twice"],
 )
