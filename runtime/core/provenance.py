@@ -42,7 +42,7 @@ def library_of(module: str) -> str:
 
 def is_runtime(module: str) -> bool:
     """Return whether a module is of this runtime."""
-    return module.startswith(ROOT)
+    return module.startswith(PREFIX)
 
 
 def is_library(module: str) -> bool:
