@@ -55,10 +55,14 @@ def _default_devices() -> Hashable:
 def is_watched() -> bool:
     """Return whether a mode of torch, a transform or a tracer takes part in what runs: it would not see a replay.
 
-    The mode that sets a default device takes part in nothing else, and is one of the `settings`.
+    The mode that sets a default device takes part in nothing else, and is one of the `settings`. One that says
+    `is_captured_along` has models of its own, which no call without it is given: the verifier's.
     """
     if _len_torch_dispatch_stack() or backend.interposed() or torch._C._get_tracing_state() is not None:
         return True
     if not _len_torch_function_stack():
         return False
-    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+    return not all(
+        isinstance(mode, DeviceContext) or getattr(mode, "is_captured_along", False)
+        for mode in _get_current_function_mode_stack()
+    )

@@ -17,6 +17,8 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_compiling
 
+from .place import PREFIX
+
 SECOND_FORMS = ("decode", "decode_residual", "add_forward", "prologue", "rule")
 """Methods that rewritten classes have beside their `forward`, and that say or compute the same."""
 _LIBRARIES = frozenset({"torch", "transformers", "functools", "contextlib"})

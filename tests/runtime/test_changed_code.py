@@ -364,7 +364,7 @@ PLANTED: dict[str, tuple[str, str, str, Any, list[str]]] = {
     ),
     "attributes are not compared": (
         "core/snapshot", "Snapshot", "is_current", lambda self: self.code.is_current(),
-        ["a value of the configuration that was not there", "a value of a module"],
+        ["a value of the configuration that was not there"],  # of modules, `changes.Kept` knows as well
     ),
     "addresses are not compared": ("core/snapshot", "Snapshot", "is_mapped", lambda self: True, ["where weights lie"]),
     "settings are not compared": ("core/process", "", "settings", tuple, ["the default dtype", "a default device"]),

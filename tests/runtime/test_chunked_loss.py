@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,7 +151,8 @@ def test_never_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
     product = torch.nn.functional.linear
     noted = lambda x, *rest: (rows.append(x.shape[0]), product(x, *rest))[1]
-    monkeypatch.setattr(cross_entropy.F, "linear", noted)
+    own = SimpleNamespace(**{**vars(cross_entropy.F), "linear": noted})  # torch's own is left: it is looked at
+    monkeypatch.setattr(cross_entropy, "F", own)
     trained(Model(True))
     assert rows == [5] * 6 + [3]
 

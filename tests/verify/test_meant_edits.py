@@ -119,14 +119,14 @@ def test_a_new_scale_is_the_one_that_its_class_begins_with(package: Path, tmp_pa
     assert (unacceptable(verdict), stepped_aside(verdict)) == ("", "")
 
 
-def test_a_step_that_is_not_its_forward_cannot_be_accepted(package: Path, tmp_path: Path) -> None:
-    """Too near for the package to find out by itself: it would generate other tokens than its forward chooses."""
+def test_a_step_that_is_not_its_forward_is_left_aside(package: Path, tmp_path: Path) -> None:
+    """The package finds out by itself, and generates what its forward chooses."""
     text = (package / "modeling_tiny_llama.py").read_text()
     step = re.search(r"        attn_output = decode_attention\(.*?\)\n", text, re.S)
     assert step is not None
     verdict = judged(edited(package, tmp_path, (step[0], step[0] + "        attn_output = attn_output * 1.001\n")))
-    assert status(verdict, OWN)[0] == "failed"
-    assert unacceptable(verdict).startswith(f"the package does not agree with itself. {OWN}")
+    assert status(verdict, OWN)[0] == "not run"
+    assert "TinyLlamaAttention.decode_residual" in stepped_aside(verdict)
 
 
 def test_a_renamed_class_is_found_and_compared(package: Path, tmp_path: Path) -> None:

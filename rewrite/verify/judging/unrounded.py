@@ -21,6 +21,8 @@ def unrounded() -> Iterator[None]:
         return torch.float64 if value is torch.float32 else value
 
     class Wider(TorchFunctionMode):
+        is_captured_along = True  # each of these runs has models of its own
+
         def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.Tensor.float:
                 func = torch.Tensor.double
