@@ -176,6 +176,8 @@ class GraphStore:
 
     def _read_left(self, model: nn.Module) -> list[Any]:
         """Return what is left on modules, a tensor by where it is."""
+        if not self._left:
+            return []
         found = (vars(module).get(name) for module in model.modules() for name in sorted(self._left))
         return [id(value) if isinstance(value, torch.Tensor) else copied(value) for value in found]
 
