@@ -28,9 +28,12 @@ BUGS = {
     "inputs not copied in": ("own.copy_(given)", "pass"),
     "arguments told apart by shape alone": ("return tensor.shape, tensor.stride(), tensor.dtype", "return ()"),
     "a number drawn where none is": ("if others == before and torch.equal(", "if others != before and torch.equal("),
-    "the model not known to itself": ("self._model_id = id(model)", "pass"),
+    "the model not known to itself": ("self._model, self._left = weakref.ref(model), left", "pass"),
     "a hook unseen": ("(self._filled if registry else self._empty).append(registry)", "pass"),
-    "a part of the model unseen": ("if isinstance(owner, nn.Module):", "if False:"),
+    "a part of the model unseen": (
+        "for registry in [state[name] for name in _REGISTRIES if name in state]:",
+        "for registry in []:",
+    ),
     "outputs of zeros divided by": ("return apart / norm if norm else apart", "return apart / norm"),
     "outputs of another form": ("with_tensors(self._value, instead)", "with_tensors(self._value, torch.zeros_like)"),
 }
