@@ -54,7 +54,7 @@ _KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria, EosTo
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 _NOT_FOR_THE_MODEL = {"tokenizer", "assistant_tokenizer", "assistant_model", "inputs_tensor"}
 _OWN_INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-_LOOP = {"_sample", "_prefill"} | {
+_LOOP = {"_prefill"} | {
     name
     for name in inspect.unwrap(GenerationMixin._sample).__code__.co_names
     if name[:2] != "__" and callable(getattr(GenerationMixin, name, None))
@@ -293,6 +293,8 @@ def unfit_modules(model: Any) -> str | None:
     """
     if is_spread(model):
         return "several_devices"
+    if not _is_of_mixin("_sample", _MIXIN["_sample"]):  # a class with one of its own calls this one if it wants
+        return "own_loop"
     if any(_overrides(model, name) for name in _LOOP) or (not can_watch() and own_steps(model)):
         return "own_loop"
     if _makes_cache(model):

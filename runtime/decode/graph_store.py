@@ -97,6 +97,8 @@ class GraphStore:
         it was made from is to be what stands there.
         """
         if self._fused is None:
+            if self._snapshot is None:
+                self._know(model)
             assert self._snapshot is not None
             watched = (module for module in model.modules() if backend.observed(module) and not is_local(module))
             self._fused = not self._snapshot.code.others and all(map(_has_recorded, watched))
@@ -118,6 +120,7 @@ class GraphStore:
                 self.graphs.popitem(last=False)
             graph = self.graphs[key] = DecodeGraph(model, *key, like=like, captures=captures, in_16_bits=in_16_bits)
         self.graphs.move_to_end(key)
+        graph.cache.fused = self.is_fused(model)
         return graph
 
     def release(self) -> None:
@@ -172,6 +175,8 @@ class GraphStore:
 
     def _read_left(self, model: nn.Module) -> list[Any]:
         """Return what is left on modules, a tensor by where it is."""
+        if not self._left:
+            return []
         found = (vars(module).get(name) for module in model.modules() for name in sorted(self._left))
         return [id(value) if isinstance(value, torch.Tensor) else copied(value) for value in found]
 

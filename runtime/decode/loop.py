@@ -196,7 +196,6 @@ class GraphLoop:
             raise Unfit("cache_kind") from error
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
-        graph.cache.fused = self.store.is_fused(self.model)
         try:
             graph.cache.load(self.dynamic)
         except OtherContents as error:
