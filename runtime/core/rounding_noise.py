@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 FACTOR = 2.0
 """By how much further than runs with noise from each other something may be from the nearest of them."""
-LEAST = 8.0
+LEAST = 16.0
 """Units in the last place of fp32 that a row may always be off by, relative to its size: exponentials and roots of a
 GPU are right to two, and some functions have several of them."""
 MOST = 1e-3
@@ -54,17 +54,17 @@ _TF32 = 2**13
 class RoundingNoise(TorchFunctionMode):
     """Moves what functions of torch compute from weights by up to one unit in its last place.
 
-    What no weight is in, as masks, positions and choices, stays, and so does what is written in place. It draws from a
-    generator of its own.
+    What no weight is in, as masks, positions and choices, stays, and so does what is written in place. It draws from
+    generators of its own.
 
     Args:
-        device: of the model.
         seed: another one gives other noise.
     """
 
-    def __init__(self, device: torch.device, seed: int):
+    def __init__(self, seed: int):
         super().__init__()
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
         self.unit = 0.0
         """The coarsest unit in the last place, relative to a number's size, of what was computed."""
 
@@ -73,9 +73,9 @@ class RoundingNoise(TorchFunctionMode):
     ) -> Any:
         """Run a function of torch."""
         given = kwargs or {}
-        found = func(*args, **given)
         if torch.compiler.is_compiling():
-            return found
+            return func(*args, **given)
+        found = func(*args, **given)
         read = [*_tensors_in((args, given))]
         if not any(isinstance(tensor, nn.Parameter) or hasattr(tensor, _MARK) for tensor in read):
             return found
@@ -92,7 +92,10 @@ class RoundingNoise(TorchFunctionMode):
 
     def _moved(self, tensor: Tensor, most: int) -> Tensor:
         bits = tensor.view(_BITS[tensor.dtype])
-        moved = torch.empty_like(bits).random_(-1, 2, generator=self._generator)
+        generator = self._generators.get(tensor.device)
+        if generator is None:
+            generator = self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
+        moved = torch.empty_like(bits).random_(-1, 2, generator=generator)
         least = torch.finfo(tensor.dtype).tiny if most > 1 else 0  # a number of fewer units would change its sign
         size = tensor.abs()
         moved.masked_fill_(~((size > least) & (size < _TOO_LARGE)), 0)
@@ -163,11 +166,10 @@ class Yardstick:
     Args:
         plain: what the first left.
         again: runs it once more, everything else being as it was.
-        device: of the model.
     """
 
-    def __init__(self, plain: Trace, again: Callable[[], Trace], device: torch.device):
-        self._again, self._device = again, device
+    def __init__(self, plain: Trace, again: Callable[[], Trace]):
+        self._again = again
         self._runs = [plain]
         self._most = MOST
 
@@ -176,7 +178,7 @@ class Yardstick:
         count = RUNS
         while True:
             while len(self._runs) <= count:
-                with RoundingNoise(self._device, seed=len(self._runs)) as noise:
+                with RoundingNoise(seed=len(self._runs)) as noise:
                     self._runs.append(self._again())
                 if noise.unit > torch.finfo(torch.float32).eps:
                     self._most = MOST_IN_16_BITS

@@ -470,7 +470,7 @@ class DecodeGraph(Step):
             with backend.plainly(), self._held():
                 ordinary = self._trace(self._first_ordinary_step(length, several), length)
             self.cache.rewind(length)
-            yardstick = Yardstick(ordinary, lambda: self._again(length, several), self.device)
+            yardstick = Yardstick(ordinary, lambda: self._again(length, several))
             with self._held():
                 self._compile(self._step_with(sampling, several))
             verdict, holds = self._compared(yardstick, length, several)
@@ -500,7 +500,7 @@ class DecodeGraph(Step):
     def _again(self, length: int, several: Tensor | None) -> Trace:
         """Return what the ordinary step leaves, once more."""
         with backend.plainly(), self._held():
-            found = self._trace(self._ordinary_step(length, several), length)
+            found = self._trace(self._first_ordinary_step(length, several), length)
         self.cache.rewind(length)
         return found
 

@@ -253,7 +253,7 @@ class PromptGraphs:
             with backend.plainly():
                 return trace(cache, slots, ordinary().float())
 
-        yardstick = Yardstick(expected, again, cache.position.device)
+        yardstick = Yardstick(expected, again)
         while self.refusal is None:
             cache.rewind(0)
             form = self._forms_for(length)[0]
@@ -264,13 +264,12 @@ class PromptGraphs:
             try:
                 if self._captures:
                     graph.capture(pool())
-                logits = graph.read(input_ids)
+                verdict = yardstick.judge(trace(cache, slots, graph.read(input_ids).float()))
             except torch.OutOfMemoryError:
                 raise
             except NOT_FOR_A_STEP as error:
                 self._refuse(form, "fails", f"{type(error).__name__}: {error}")
             else:
-                verdict = yardstick.judge(trace(cache, slots, logits.float()))
                 if before is not None and before.changes() is not None:
                     self._refuse(form, "changes", "a prompt leaves something on the model")
                 elif verdict.holds:

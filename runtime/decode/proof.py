@@ -99,7 +99,8 @@ def trace(cache: PreallocatedCache, slots: Tensor, logits: Tensor, beside: Seque
 
 def _rows(state: Tensor, count: int) -> Tensor:
     """Return a copy of a state as `[R, W]`; it has rows only if its first dimension is of the batch."""
-    return state.clone().reshape(count if state.shape[0] == count else 1, -1)
+    rows = count if state.dim() and len(state) == count else 1
+    return state.clone().reshape(rows, state.numel() // rows)
 
 
 def _poisoned(cache: PreallocatedCache, poison: float, written: int, step: Callable[[], Trace]) -> Trace:

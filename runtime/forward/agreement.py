@@ -46,7 +46,7 @@ def compare(wanted: list[Tensor], found: list[Tensor], again: Callable[[], Any] 
         with torch.no_grad(), backend.plainly():
             return _trace(tensors_in(again()))
 
-    verdict = Yardstick(_trace(wanted), once_more, wanted[0].device).judge(_trace(found))
+    verdict = Yardstick(_trace(wanted), once_more).judge(_trace(found))
     if not verdict.holds:
         raise Unsuitable("differs", str(verdict))
 

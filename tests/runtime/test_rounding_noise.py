@@ -18,7 +18,6 @@ from hf_rewrite_runtime.decode.proof import StepDiffers
 from hf_rewrite_runtime.forward import agreement
 from hf_rewrite_runtime.forward.graph import Unsuitable
 
-CPU = torch.device("cpu")
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 199, "pad_token_id": 0,
@@ -146,7 +145,7 @@ def test_noise_leaves_choices_masks_views_and_the_generator_alone() -> None:
     weight = nn.Parameter(torch.randn(4, 8))
     x = torch.randn(3, 8)
     before = torch.get_rng_state()
-    with torch.no_grad(), RoundingNoise(CPU, 1) as noise:
+    with torch.no_grad(), RoundingNoise(1) as noise:
         product = F.linear(x, weight)
         chosen = product.argmax(-1).float()  # as experts are counted
         mask = torch.zeros(3).masked_fill(torch.ones(3) > 0, torch.finfo(torch.float32).min)
@@ -175,7 +174,7 @@ def runs(made: Callable[[Tensor], Tensor], rows: int = 1, dtype: torch.dtype = t
         with torch.no_grad():
             return {"it": made(F.linear(x, weight))}
 
-    return Yardstick(again(), again, CPU)
+    return Yardstick(again(), again)
 
 
 def test_a_choice_near_a_tie_explains_either_answer_and_nothing_between() -> None:
