@@ -143,6 +143,22 @@ class Snapshot:
             if is_other(now[name], then.get(name, _NOTHING)) and all(isinstance(p, KNOWN) for p in parts([now[name]]))
         )
 
+    def replaced_tensors(self) -> frozenset[str]:
+        """Return the names of the attributes of modules that hold another tensor now, if nothing else has changed."""
+        if not self.code.is_current() or list(map(type, self._modules)) != self._kinds:
+            return frozenset()
+        owners = {id(vars(module)) for module in (self._model(), *self._modules)}
+        found = set()
+        for now, then in self.attributes:
+            for name in (now.keys() | then.keys()) - REGISTRIES - self._left:
+                value, before = now.get(name, _NOTHING), then.get(name, _NOTHING)
+                if not is_other(value, before):
+                    continue
+                if id(now) not in owners or not _is_tensor_or_none(value, before):
+                    return frozenset()
+                found.add(name)
+        return frozenset(found)
+
     def versions(self) -> list[int | None]:
         """Return how often each tensor was written in place; those of inference mode do not count."""
         return list(map(version_of, self._tensors))
@@ -289,3 +305,8 @@ def is_other(value: Any, before: Any) -> bool:
 def unfit_weights(tensors: list[Tensor], device: torch.device) -> bool:
     """Return whether a tensor is of a class of its own (quantised, distributed) or on another device."""
     return any(type(tensor) not in (Tensor, nn.Parameter) or tensor.device != device for tensor in tensors)
+
+
+def _is_tensor_or_none(*values: Any) -> bool:
+    plain = (value for value in values if value is not None)
+    return all(isinstance(value, Tensor) and not isinstance(value, nn.Parameter) for value in plain)

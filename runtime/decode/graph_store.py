@@ -136,7 +136,14 @@ class GraphStore:
 
     def _forget_if_changed(self, model: nn.Module) -> None:
         known, now = self._snapshot, settings()
-        if known is None or now != self._settings or not (known.is_mapped() and known.is_current()):
+        changed = known is None or now != self._settings or not known.is_mapped()
+        if known is not None and not changed and not known.is_current():
+            # What prepares a call may put a tensor on the model; whether a step reads that is for `changes.Kept`.
+            left = known.replaced_tensors()
+            self._left |= left
+            changed = not left
+            self._know(model)
+        if changed:
             self.release()
             self._settings = now
             self._know(model)
