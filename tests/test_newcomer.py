@@ -1,6 +1,7 @@
 """The worked example of CONTRIBUTING: an operator is one file, a transform one file and a folder of cases.
 
-`fixtures/newcomer` is laid over a copy of the repository, and nothing else is changed there.
+`fixtures/newcomer` is laid over a copy of the repository, `OFFER` stands in its `rewrite/offers.py`, and nothing else
+is changed there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,18 @@ TRANSFORM = "transforms/fuse_norm_rotary.py"
 CASES = "fixtures/transforms/fuse_norm_rotary"
 COPIED = (".links", "rewrite", "runtime", "transforms", "docs", "fixtures", "README.md", "pyproject.toml")
 TESTS = ("conftest.py", "test_golden.py", "tolerances.py")
+BEFORE = '    Offer("qkv_step", "attention/qkv_step"'
+OFFER = '''    Offer(
+        "norm_rotary",
+        "attention/norm_rotary",
+        shapes="[B, H, S, D], [B, Hk, S, D] -> the same",
+        computes="""
+def norm_rotary(q, k, q_norm, k_norm, cos, sin):
+    return rotary(q_norm(q), k_norm(k), cos, sin)
+""",
+        step="attention.qkv_step",
+    ),
+'''
 
 AS_EXACT_AS_ITS_REFERENCE = """
 import sys
@@ -73,6 +86,10 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in TESTS:
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copytree(NEWCOMER, folder, dirs_exist_ok=True)
+    offers = folder / "rewrite" / "offers.py"
+    text = offers.read_text(encoding="utf-8")
+    assert text.count(BEFORE) == 1
+    offers.write_text(text.replace(BEFORE, OFFER + BEFORE), encoding="utf-8")
     return folder
 
 
@@ -97,6 +114,7 @@ def test_an_operator_is_one_file_and_a_transform_one_file_and_its_cases() -> Non
 
 def test_contributing_shows_these_files() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert "rewrite/offers.py" in text
     assert [path for path in (OPERATOR, TRANSFORM, CASES) if f"fixtures/newcomer/{path}" not in text] == []
 
 
@@ -131,12 +149,11 @@ def test_the_kernel_is_as_exact_as_its_reference(copy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_package_carries_the_operator(copy: Path) -> None:
+def test_a_package_imports_the_operator(copy: Path) -> None:
     run(copy, "-m", "rewrite.cli", "qwen3", "--out", "package", "--no-verify")
-    text = (copy / "package" / "runtime" / "attention.py").read_text()
-    assert "def norm_rotary(" in text
-    assert not {"OFFERS", "CASES"} & set(text.split())
-    assert "norm_rotary(" in (copy / "package" / "modeling_qwen3.py").read_text()
+    text = (copy / "package" / "modeling_qwen3.py").read_text()
+    assert "from hf_rewrite_runtime.attention.norm_rotary import norm_rotary" in text
+    assert " = norm_rotary(" in text
     code = (
         "import torch, transformers, package\n"
         "sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,"
