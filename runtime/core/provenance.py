@@ -8,8 +8,11 @@ itself by the name of what it wraps is somebody's all the same.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, requires
 from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -181,6 +184,7 @@ def is_own(value: Any, holder: str, name: str) -> bool:
     """Return whether what a module finds under a name may be what its text puts there: judged where it is a function.
 
     That is one of its own by that name, one of a file beside it, or one of a library: of torch's own, by their names.
+    A module of transformers has functions of what transformers is installed with too.
     """
     value = plain(value)
     if isinstance(value, BuiltinFunctionType):
@@ -191,13 +195,26 @@ def is_own(value: Any, holder: str, name: str) -> bool:
     if home_of(value) == holder and not _alike(value.__name__, name):
         return False
     folder = holder.rpartition(".")[0]
+    beside = _dependencies() if library_of(holder) == "transformers" else frozenset()
     return all(
         home == holder
         or is_library(home)
+        or library_of(home) in beside
         or library_of(home) in sys.stdlib_module_names - {"__main__"}
         or (folder != "" and home.rpartition(".")[0] == folder)
         for home in _homes_of(value)
     )
+
+
+@cache
+def _dependencies() -> frozenset[str]:
+    """Return the packages that every transformers is installed with: `safetensors` is one."""
+    try:
+        needed = requires("transformers") or []
+    except PackageNotFoundError:  # run from its sources
+        return frozenset()
+    names = (re.match(r"[\w.-]+", line) for line in needed if "extra ==" not in line)
+    return frozenset(name[0].lower().replace("-", "_") for name in names if name is not None)
 
 
 def _alike(name: str, other: str) -> bool:

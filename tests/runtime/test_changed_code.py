@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -503,6 +504,12 @@ def test_code_is_known_by_where_it_was_written() -> None:
     with put((functional, "linear", functional.bilinear)):
         assert not provenance.runs_as_written(nn.Linear)
     assert provenance.runs_as_written(nn.Linear)
+
+
+def test_a_module_of_transformers_has_functions_of_what_it_is_installed_with() -> None:
+    assert provenance.is_own(save_file, "transformers.model_debugging_utils", "save_file")
+    assert not provenance.is_own(save_file, "torch.nn.functional", "linear")
+    assert not provenance.is_own(pytest.importorskip, "transformers.model_debugging_utils", "save_file")
 
 
 def sides_of_transformers() -> nn.Module:
