@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
+
+from rewrite.measure.runtime_part import runtime_part
 
 from .change import patched
 from .families import Side
@@ -96,8 +97,12 @@ def _told(method: Callable[..., Any], side: Side) -> Callable[..., None]:
     return call
 
 
-def _unseen(runtime: str) -> AbstractContextManager[None]:
+@contextmanager
+def _unseen(runtime: str) -> Iterator[None]:
     """Let what records be no dispatch mode to a package's operators, as a capture is none."""
-    core = importlib.import_module(f"{runtime}.runtime.core")
-    real = core._len_torch_dispatch_stack
-    return patched(core, "_len_torch_dispatch_stack", lambda: real() - 1)
+    with ExitStack() as stack:
+        for name in ("core/backend", "core/process"):
+            part = runtime_part(runtime, name)
+            depth = part._len_torch_dispatch_stack
+            stack.enter_context(patched(part, "_len_torch_dispatch_stack", lambda depth=depth: depth() - 1))
+        yield
