@@ -18,7 +18,7 @@ import pytest
 from rewrite.offers import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]
-HEAVY = {"torch", "transformers", "triton", "numpy"}
+HEAVY = {"torch", "transformers", "triton", "numpy", "hf_rewrite_runtime"}
 WITH_TORCH = {"verify", "benchmark", "measure", "profile", "tuning", "kernels", "runtime", "sweep/loaded"}
 """Rooms of the tool that may import torch; the others work where it is not installed."""
 FLOORS = re.compile(r"```rooms\n(.*?)```", re.DOTALL)

@@ -69,14 +69,10 @@ def tune(
     which one to take. With --attention it is torch's kernels of attention (flash, efficient, cuDNN, and on ROCm
     AOTriton and CK), and attention.json.
     """
-    from hf_rewrite_runtime.core import tables
+    from rewrite.deliver import report, verification
     from rewrite.show.console import Screen
 
     screen = Screen(json=json_path, quiet=quiet)
-    if export is not None or export_shapes is not None:
-        return _export(folder if ship else tables.folder(), export, export_shapes, screen, json_path)
-    from rewrite.deliver import report, verification
-
     verification.require_libraries("tuning")
     from rewrite.tuning import Plan, results
     from rewrite.tuning import tune as search
@@ -84,6 +80,8 @@ def tune(
 
     sizes = None if weights else shape or "1b"
     plan = Plan(folder, sizes, str(weights) if weights else None, dtype, batch, context, seconds, ship)
+    if export is not None or export_shapes is not None:
+        return _export(plan.tables, export, export_shapes, screen, json_path)
     if attention and products:
         raise click.UsageError("--attention and --products measure different things: ask for one")
     if attention:

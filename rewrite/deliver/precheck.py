@@ -13,13 +13,14 @@ from pathlib import Path
 
 from rewrite import collector
 from rewrite.errors import GateFailed, SourceDoesNotImport
+from rewrite.offers import DISTRIBUTION
 from rewrite.package import syntax
 from rewrite.package.assemble import KEPT
 from rewrite.upstream import neighbours
 from rewrite.upstream.statements import statements
 
 IMPORT_SECONDS = 300
-_NEEDED = ("torch", "transformers")
+_NEEDED = ("torch", "transformers", DISTRIBUTION)
 
 # A package or a file is imported by path under a name of its own: its folder's name need not be an identifier, and
 # nothing in the working folder may stand in for torch or transformers.

@@ -45,7 +45,7 @@ class Request:
 
 
 def require_libraries(needed_for: str) -> None:
-    """Check that torch and transformers are installed.
+    """Check that torch, transformers and the runtime are installed.
 
     Raises:
         MissingLibrary: if one is not.

@@ -170,7 +170,7 @@ def _init(build: Build, modeling: str) -> str:
     own = [f'"{name}"' for name in ("explain", "register", "selftest")]
     listed = [*(f'"{name}"' for name in names), *own]
     if has_names(build.rewritten.text):
-        imported, exported = "*", f"*{modeling}.__all__, {', '.join(own)}"
+        imported, exported = "*  # noqa: F403", f"*{modeling}.__all__, {', '.join(own)}"
     else:
         imported = _in_lines("({})", names, "    ")
         exported = _in_lines("{}", listed, "")

@@ -104,6 +104,11 @@ class Lock:
         return listed and syntax.unchanged(path, self.files[name], self.syntax.get(name))
 
     @property
+    def taken(self) -> tuple[dict[str, list[str]], dict[str, str]]:
+        """What the guard looks at."""
+        return {name: [*keywords] for name, keywords in self.called.items()}, dict(self.imported)
+
+    @property
     def rewritten(self) -> dict[str, tuple[str, ...]]:
         """The rewritten sites of each rule that has some."""
         return {report.name: report.rewritten for report in self.transforms if report.rewritten}

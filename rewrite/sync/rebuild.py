@@ -61,7 +61,7 @@ def renewed(folder: Path, lock: Lock, source: Source) -> Renewal:
     transforms = transforms_of(folder, lock)
     built, rules = rebuilt(folder, lock, source)
     package = assemble(built, transforms, lock.options, folder.resolve(), previous=lock)
-    if source != at_hand and dict(package.lock.imported) != dict(lock.imported):
+    if source != at_hand and package.lock.taken != lock.taken:
         # unless what it takes of other files has changed, which the package then has from the version at hand
         source = at_hand
         built, rules = rebuilt(folder, lock, source)
@@ -177,8 +177,7 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
         return f"the original has changed since it was verified: rewrite verify {folder}"
     version, digest = vendor.runtime()
     if not lock.options.vendored and made_with.get("sha256") != digest:
-        said_version = made_with.get("version", "another")
-        return f"it was verified with hf-rewrite-runtime {said_version}, now {version}: rewrite verify {folder}"
+        return f"it was verified with another hf-rewrite-runtime than this {version}: rewrite verify {folder}"
     for name in sorted({*files, *_importable(lock)}):
         if name not in files or not (folder / name).is_file():
             return f"{name} was not there when it was verified, or is not now: rewrite verify {folder}"

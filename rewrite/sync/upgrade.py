@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rewrite.deliver import commits, delivery, verification
 from rewrite.deliver.summary import describe
-from rewrite.errors import ChangedMeanwhile, EditsBroken, EditsNotMerged, OtherTransformers, SitesNotAccepted
+from rewrite.errors import BaseLost, ChangedMeanwhile, EditsBroken, EditsNotMerged, OtherTransformers, SitesNotAccepted
 from rewrite.package import original, output, swap
 from rewrite.package.assemble import KEPT, VERDICT_NAME, Package
 from rewrite.package.lock import Lock, read_lock
@@ -87,7 +87,11 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
         return Result(0, rules=renewed.rules)
     if lost := [rule for rule in renewed.lost if rule not in wish.accepted]:
         raise SitesNotAccepted(folder, lost)
-    merged = edits.with_edits(folder, lock, renewed.package, wish.resolved)
+    try:
+        merged = edits.with_edits(folder, lock, renewed.package, wish.resolved)
+    except BaseLost:
+        _check_unchanged(folder, lock)
+        raise
     if merged.conflicts:
         return _conflict(screen, folder, merged.conflicts, renewed, wish)
     _check_edits(folder, lock, merged.package, source.transformers_root, wish)
@@ -165,12 +169,21 @@ def _check_edits(folder: Path, lock: Lock, package: Package, root: Path | None, 
     edited = [name for name in output.edited_files(folder, lock) if name not in allowed]
     # an edit of the kept texts, or of what a newer version no longer has, takes nothing away from the user's file
     edited = [name for name in edited if not name.startswith(f"{KEPT}/")]
-    if edited and read_lock(folder) != lock:  # another run was faster, and what it wrote is no edit
-        raise ChangedMeanwhile(folder, LOCK_NAME)
     if edited:
+        _check_unchanged(folder, lock)
         raise EditsNotMerged(folder, edited)
     for name, problems in edits.problems(folder, package, root).items():
         raise EditsBroken(folder, name, problems)
+
+
+def _check_unchanged(folder: Path, lock: Lock) -> None:
+    """Check that no other run was faster: what it wrote is no edit.
+
+    Raises:
+        ChangedMeanwhile: if one was.
+    """
+    if read_lock(folder) != lock:
+        raise ChangedMeanwhile(folder, LOCK_NAME)
 
 
 def _damaged(folder: Path, lock: Lock, package: Package) -> bool:

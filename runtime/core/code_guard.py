@@ -2,7 +2,8 @@
 
 Classes are compared whole: every dictionary in the order of resolution, torch's and transformers' among them. Of
 modules it is the names that functions read, followed from each `forward` on: what they call in their own module, in
-torch and in transformers, and the mappings in which transformers looks functions up, whatever those are called.
+torch and in transformers, and the mappings in which transformers looks functions up, whatever those are called. Of
+torch's functions in C it is also those that the runtime reads: of them its operators' plain forms are made.
 """
 
 from __future__ import annotations
@@ -75,6 +76,9 @@ class CodeGuard:
         for kind in self._kinds:
             self._add_class(kind)
         self._follow()
+        read = {*_read_by_the_runtime()}
+        for held in (torch, torch.nn.functional):
+            self._see(held.__name__, vars(held), {n for n in read if f"{held.__name__}.{n}" in _IN_C})
         self._live = list(self._mappings.values())
         self._then = [_items(mapping) for mapping in self._live]
         self._read: list[tuple[Callable[[Any], Any], dict[str, Any]]] = [
@@ -103,8 +107,8 @@ class CodeGuard:
 
     @property
     def of_torch(self) -> list[str]:
-        """What of it is torch's and written in Python: a mode of torch's functions calls such a one by its name."""
-        return [place for place in self.others if library_of(place) == "torch" and place not in _IN_C]
+        """What of it is torch's: modes of torch's functions call it by its name, and the runtime calls it too."""
+        return [place for place in self.others if library_of(place) == "torch"]
 
     def _now(self) -> list[Any]:
         return [get(held) for get, held in self._read]
@@ -230,6 +234,16 @@ def _items(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
 def _is_followed(module: str) -> bool:
     """Return whether functions of a module are looked into: not those of torch, and not the runtime's own."""
     return library_of(module) not in _NOT_FOLLOWED and not is_runtime(module)
+
+
+def _read_by_the_runtime() -> Iterator[str]:
+    """Yield the names that functions and methods of the runtime read, as far as it is imported."""
+    for name, module in [*sys.modules.items()]:
+        if is_runtime(name):
+            kinds = (vars(value) for value in vars(module).values() if isinstance(value, type))
+            for value in (value for held in (vars(module), *kinds) for value in held.values()):
+                if isinstance(function := plain(value), FunctionType):
+                    yield from names_of(function.__code__)
 
 
 def _contents(cell: Any) -> Any:

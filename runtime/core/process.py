@@ -10,6 +10,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from . import backend
+from .provenance import has_own_methods
 
 _PRECISION = getattr(torch._C, "_get_fp32_precision_getter", None)
 """From torch 2.9 on. Where that was set by one of its names, asking by the older one raises."""
@@ -55,10 +56,14 @@ def _default_devices() -> Hashable:
 def is_watched() -> bool:
     """Return whether a mode of torch, a transform or a tracer takes part in what runs: it would not see a replay.
 
+    So it is with a method of tensors that somebody replaced.
+
     The mode that sets a default device takes part in nothing else, and is one of the `settings`. One that says
     `is_captured_along` has models of its own, which no call without it is given: the verifier's.
     """
     if _len_torch_dispatch_stack() or backend.interposed() or torch._C._get_tracing_state() is not None:
+        return True
+    if not has_own_methods():
         return True
     if not _len_torch_function_stack():
         return False

@@ -8,6 +8,7 @@ itself by the name of what it wraps is somebody's all the same.
 
 from __future__ import annotations
 
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from .place import PREFIX
@@ -33,6 +34,8 @@ _CALL = itemgetter("__call__")
 _KNOWN: dict[Any, tuple[Any, list[tuple[Callable[[Any], Any], Mapping[str, Any], Any]]]] = {}
 """The `forward` of each class that was found to be the written one, with the functions that it reads."""
 _MOST_KNOWN = 4096
+_METHODS: tuple[dict[str, Any], bool] = ({}, True)
+"""What `vars(Tensor)` was when it was asked last, and whether all of it was torch's."""
 
 
 def home_of(function: FunctionType) -> str:
@@ -152,6 +155,26 @@ def _know(key: Any, function: Any) -> bool:
         _KNOWN.clear()
     _KNOWN[key] = (function, read)
     return True
+
+
+def has_own_methods() -> bool:
+    """Return whether the methods of tensors are torch's, those behind `+` and `[]` among them."""
+    global _METHODS
+    held = vars(Tensor)
+    if _METHODS[0] != held:  # a microsecond
+        _METHODS = dict(held), all(_is_own_method(value, name) for name, value in held.items())
+    return _METHODS[1]
+
+
+def _is_own_method(value: Any, name: str) -> bool:
+    """Return whether torch put something among the methods of tensors, or somebody beside them: `Tensor.show`."""
+    value = plain(value.fget if isinstance(value, property) else value)
+    is_operator = name.startswith("__") and name in vars(operator)
+    if not is_operator and (name.startswith("__") or not hasattr(Tensor.__base__, name)):
+        return True
+    if isinstance(value, FunctionType):
+        return all(map(is_library, _homes_of(value)))
+    return not callable(value) or is_operator or _alike(getattr(value, "__name__", ""), name)
 
 
 def reads(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], set[str]]]:

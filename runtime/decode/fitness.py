@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
@@ -416,7 +417,8 @@ def length_of(cache: Any) -> int:
 
 def knows_both(model: Any) -> bool:
     """Return whether the file of a model knows caches that also hold what an encoder found."""
-    return "EncoderDecoderCache" in vars(sys.modules[type(model.base_model).__module__])
+    kinds = (kind for kind in type(model.base_model).__mro__ if issubclass(kind, PreTrainedModel))
+    return any("EncoderDecoderCache" in vars(sys.modules[kind.__module__]) for kind in kinds)
 
 
 def keeps_cache(call: Call) -> bool:

@@ -87,7 +87,7 @@ class GraphStore:
                 self._owner = None
 
     def refuses_code(self) -> bool:
-        """Return whether a function of torch was replaced that a step, which runs under modes, would call twice."""
+        """Return whether a function of torch was replaced: a step, which runs under modes, would call it twice."""
         return self._snapshot is not None and bool(self._snapshot.code.of_torch)
 
     def is_fused(self, model: nn.Module) -> bool:

@@ -24,6 +24,7 @@ REASONS = {
     "compiled": "torch.compile compiles the model",
     "observed": "a hook or a wrapped forward watches a module: a replay would not call it",
     "watched": "a mode of torch, a transform or a tracer takes part in the call",
+    "torch_replaced": "a function of torch that the model calls is not torch's own",
     "attention_implementation": "only eager and sdpa attention are known to run in a graph",
     "derived_weights": "the model multiplies by copies of its weights, which a replay would not renew",
     "own_state": "the model refers to itself, or holds more objects than can be compared at each call",

@@ -73,13 +73,14 @@ def attempt(
     except ERRORS as error:  # tensors that cannot be copied or summed up
         store.refuse(kind, "not_capturable", _said(error))
         return run(call)
-    draws: Any = contextlib.nullcontext()
-    once: Any = contextlib.nullcontext()
+    if effects.are_of_other_code:
+        store.tried = effects.snapshot_to_keep
+        store.refuse(kind, "torch_replaced")
+        return run(call)
     draws = Draws()
     with draws:
         expected = run(call)
-    once = draws.once()  # the call drew once, however often it is tried
-    with once, _refusing(store, kind, text):
+    with draws.once(), _refusing(store, kind, text):
         store.tried = effects.snapshot_to_keep
         if effects.are_none(store, kind, draws):  # more runs would have them too
             kept = _kept(model, store, kind, call, tensors, run, expected, measures, text)
@@ -180,6 +181,11 @@ class Effects:
         uncounted = [tensor for tensor in self._snapshot.tensors if version_of(tensor) is None]
         self._too_many = sum(tensor.nbytes for tensor in uncounted) > MOST_COPIED
         self._copies = [] if self._too_many else [(tensor, tensor.clone()) for tensor in uncounted]
+
+    @property
+    def are_of_other_code(self) -> bool:
+        """Whether a function of torch was replaced that a run under modes, such as all of these, would call twice."""
+        return bool(self._snapshot.code.of_torch)
 
     @property
     def snapshot_to_keep(self) -> Snapshot | None:

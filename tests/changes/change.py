@@ -31,6 +31,8 @@ class Change:
     name: str
     made: Callable[[Side], AbstractContextManager[object]]
     """Made for the length of a `with` block."""
+    in_text: bool = False
+    """Of what is called by the text of a file, which the rewritten one may not do: compared with its plain calls."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.name}"

@@ -171,11 +171,11 @@ def _torch(side: Side) -> Iterator[Change]:
         value = vars(owner).get(name) if owner is not None else None
         if callable(value) and not inspect.isclass(value):
             make = lambda _, owner=owner, name=name: patched(owner, name, wrapped(vars(owner)[name]))
-            yield Change("torch function", path, make)
+            yield Change("torch function", path, make, in_text=True)
             yield Change("torch function mode", path, lambda _, value=value: _Functions(value))
     for name in sorted(_tensor_methods(inspect.getsource(side.file))):
         make = lambda _, name=name: method_patched(Tensor, name)
-        yield Change("tensor method", name, make)
+        yield Change("tensor method", name, make, in_text=True)
     for path in ("matmul", "addmm", "mm", "bmm", "softmax", "sigmoid", "rsqrt", "embedding", "silu"):
         if hasattr(torch, path):
             make = lambda _, path=path: patched(torch, path, wrapped(getattr(torch, path)))
@@ -186,7 +186,7 @@ def _torch(side: Side) -> Iterator[Change]:
         make = lambda _, path=path: _Functions(getattr(nn.functional, path))
         yield Change("torch function mode", f"{path} elsewhere", make)
     for name in ("addmm", "mm", "embedding", "mul", "bmm"):
-        yield Change("torch dispatch mode", name, lambda _, name=name: _Operators(name))
+        yield Change("torch dispatch mode", name, lambda _, name=name: _Operators(name), in_text=True)
 
 
 class _Functions(TorchFunctionMode):

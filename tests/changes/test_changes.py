@@ -67,7 +67,7 @@ def test_a_weight_that_is_replaced_unseen_is_caught(monkeypatch: pytest.MonkeyPa
     real = store._forget_if_changed
 
     def once(self, model):  # type: ignore[no-untyped-def]
-        if self._attributes is None:
+        if self._snapshot is None:
             real(self, model)
 
     monkeypatch.setattr(store, "_forget_if_changed", once)

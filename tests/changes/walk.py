@@ -133,7 +133,10 @@ def row_of(change: Change, family: str, when: str, device: str, usual: Said) -> 
     """Make a change of both models, call them, and compare."""
     started = time.process_time()
     row = Row(family, change.kind, change.name, when)
-    wanted = _said(change, side(family, False, device), when)
+    reference = side(family, change.in_text, device)
+    if change.in_text and device == "cpu":
+        reference.model._step_without_graph = reference.model._forward_without_graph = False
+    wanted = _said(change, reference, when)
     assert wanted is not None, "the changes are those of originals"
     got = _said(change, side(family, True, device), when)
     changed = wanted.get("changed")

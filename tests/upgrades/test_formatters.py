@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -128,7 +129,8 @@ def test_a_verdict_holds_for_every_layout(package: Path, releases: Releases, rew
     lock = read_lock(package)
     texts = {name: (package / name).read_bytes() for name in lock.files if not name.startswith(".")}
     files = {name: syntax.sha256(text) for name, text in texts.items()}
-    verdict = {"passed": True, "rewritten": {"files": files, "syntax": syntax.digests(texts)}}
+    made = {"files": files, "syntax": syntax.digests(texts), "runtime": asdict(lock.runtime)}
+    verdict = {"passed": True, "rewritten": made}
     (package / "verify.json").write_text(json.dumps(verdict))
     FORMATTERS["88"](package)
     tree = releases("6.0.0")

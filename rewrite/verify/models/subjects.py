@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from hf_rewrite_runtime.cache.names import NAMES
 from rewrite.errors import NothingToBuild, VerificationError
 
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
@@ -49,6 +48,8 @@ class Subject:
     @property
     def takes_cache(self) -> bool:
         """Whether the original's `forward` names a cache that holds keys and values."""
+        from hf_rewrite_runtime.cache.names import NAMES
+
         return any(map(self.accepts, NAMES[:2]))
 
 
