@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .provenance import (
+    CALLS,
     SECOND_FORMS,
     has_second_form,
     home_of,
@@ -61,7 +62,7 @@ class CodeGuard:
         """Modules in which second forms are written."""
         above = {above.__module__ for kind in self._kinds for above in kind.__mro__}
         self._homes = {"transformers", *map(library_of, above)} - _NOT_FOLLOWED
-        self._names: set[str] = {"forward", "__call__", *SECOND_FORMS}
+        self._names: set[str] = {"forward", *CALLS, *SECOND_FORMS}
         """Attributes that some function reads, the names of methods among them."""
         self._places: dict[int, tuple[str, dict[str, Any], set[str]]] = {}
         """By the id of a module's dictionary: the module's name, the dictionary, and which names are read."""

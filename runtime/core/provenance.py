@@ -25,12 +25,14 @@ from .place import PREFIX
 
 SECOND_FORMS = ("decode", "decode_residual", "add_forward", "prologue", "rule")
 """Methods that rewritten classes have beside their `forward`, and that say or compute the same."""
+CALLS = ("__call__", "_call_impl")
+"""Methods of `nn.Module` through which `forward` is called."""
 _LIBRARIES = frozenset({"torch", "transformers", "functools", "contextlib"})
 """Whose decorators leave a function what it is."""
 
 _PLAIN_MODULES = frozenset(sys.stdlib_module_names) - {"math"}
 """Modules of which no function is a part of what a model computes."""
-_CALL = itemgetter("__call__")
+_CALL: Callable[[Any], Any] = itemgetter(*CALLS)
 _KNOWN: dict[Any, tuple[Any, list[tuple[Callable[[Any], Any], Mapping[str, Any], Any]]]] = {}
 """The `forward` of each class that was found to be the written one, with the functions that it reads."""
 _MOST_KNOWN = 4096
@@ -118,7 +120,7 @@ def runs_as_written(kind: type) -> bool:
 
 
 def _stands_called(kind: type) -> bool:
-    return stands(kind, "forward") and stands(kind, "__call__")
+    return stands(kind, "forward") and all(stands(kind, name) for name in CALLS)
 
 
 def is_intact(function: Any) -> bool:
