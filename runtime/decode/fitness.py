@@ -365,6 +365,8 @@ def _unfit_cache(model: Any, call: Call) -> str | None:
         return "cache_kind"
     if not cache.layers and carries(model) and own is None:
         return "cache_kind"  # its first layer would be one that the model does not write
+    if any(getattr(layer, "sliding_window", None) == 1 for layer in cache.layers):
+        return "cache_kind"  # of nothing: transformers' keeps all (`keys[:, :, -0:]`)
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     lengths = {layer.get_seq_length() for layer in layers}
     held = [tensor for layer in layers if layer.keys is not None for tensor in (layer.keys, layer.values)]
