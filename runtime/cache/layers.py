@@ -106,7 +106,7 @@ class PreallocatedLayer(CacheLayerMixin):
             CacheFull: if there is no room.
         """
         if not self.is_initialized:
-            if self.lacks:
+            if self.lacks or key_states.shape[:3] != value_states.shape[:3]:
                 raise OtherContents(self.length)
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
