@@ -260,7 +260,7 @@ class PreallocatedCache(Cache):
         for mine, theirs in zip(self.layers, dynamic.layers, strict=False):
             if isinstance(mine, PreallocatedLayer):
                 start = 0
-                if isinstance(theirs, DynamicSlidingWindowLayer):
+                if isinstance(theirs, DynamicSlidingWindowLayer) and mine.buffers:
                     start = _first_kept(theirs, length, drafted)
                     theirs.cumulative_length = length
                 mine.give(theirs, start, length)

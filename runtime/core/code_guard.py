@@ -111,6 +111,11 @@ class CodeGuard:
         """What of it is torch's: modes of torch's functions call it by its name, and the runtime calls it too."""
         return [place for place in self.others if library_of(place) == "torch"]
 
+    @property
+    def of_masks(self) -> list[str]:
+        """What of it makes masks: transformers' functions for that, and what is registered for them."""
+        return [place for place in self.others if "mask" in place.lower()]
+
     def _now(self) -> list[Any]:
         return [get(held) for get, held in self._read]
 

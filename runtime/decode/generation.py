@@ -137,8 +137,8 @@ class GraphGeneration(GenerationMixin):
                 if known and not store.fits and (reason := unfit_modules(self)) is not None:
                     return None, reason
                 store.fits = True
-                if store.refuses_code():
-                    return None, "torch_replaced"
+                if (reason := store.refuses_code(call.cache)) is not None:
+                    return None, reason
                 try:
                     with restoring(self, call.inputs):
                         generation = GraphLoop(self, call, store, plan, lookup)

@@ -86,9 +86,13 @@ class GraphStore:
                 self._remember_idle()
                 self._owner = None
 
-    def refuses_code(self) -> bool:
-        """Return whether a function of torch was replaced: a step, which runs under modes, would call it twice."""
-        return self._snapshot is not None and bool(self._snapshot.code.of_torch)
+    def refuses_code(self, cache: Any) -> str | None:
+        """Return why a step cannot run code that was replaced, a key of `REASONS`."""
+        code = None if self._snapshot is None else self._snapshot.code
+        if code is not None and code.of_torch:
+            return "torch_replaced"
+        windows = any(getattr(layer, "sliding_window", None) for layer in getattr(cache, "layers", ()))
+        return "masks_replaced" if code is not None and windows and code.of_masks else None
 
     def is_fused(self, model: nn.Module) -> bool:
         """Return whether the layers may take their `decode` in a step.
