@@ -20,7 +20,7 @@ REASONS = {
     "observed": "a hook or a wrapped forward watches a module, which `explain` names: a replay would not call it",
     "watched": "a mode of torch, a transform or a tracer takes part in the call: a replay would not call it",
     "torch_replaced": "a function of torch that the model calls is not torch's own",
-    "masks_replaced": "what makes masks is not transformers' own, and a step's cache has the slots of a window elsewhere",
+    "masks_replaced": "what makes masks is not transformers' own, and a step's cache has a window's slots elsewhere",
     "own_loop": "the model has its own way from one step's inputs to the next",
     "attention_implementation": "only eager and sdpa attention are known to respect the mask of a fixed-size cache",
     "rope_depends_on_length": "the rotary frequencies change with the length of the text",
