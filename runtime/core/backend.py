@@ -222,6 +222,11 @@ def interposed() -> bool:
     return not is_compiling() and (_functorch_level() is not None or _len_torch_dispatch_stack() > 0)
 
 
+def autocasts(kind: str) -> bool:
+    """Return whether autocast chooses dtypes on a kind of device; torch raises where it has none, as on `meta`."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def observed(module: nn.Module) -> bool:
     """Return whether something outside the module takes part in its call, so that the call itself has to be made.
 

@@ -274,7 +274,7 @@ def _unfit_model(model: Any, without_graph: bool) -> str | None:
         return "training"
     if torch.is_grad_enabled():
         return "gradient"
-    if torch.is_autocast_enabled(model.device.type):
+    if backend.autocasts(model.device.type):
         return "autocast"
     if torch.compiler.is_compiling() or model._compiled_call_impl is not None:
         return "compiled"

@@ -61,7 +61,7 @@ _KNOWN_ATTENTION = ("eager", "sdpa", None)
 
 def unfit_call(model: nn.Module, device: torch.device) -> str | None:
     """Return why this moment is none for a graph, a key of `REASONS`: what may be otherwise at the next call."""
-    if torch.is_autocast_enabled(device.type):
+    if backend.autocasts(device.type):
         return "autocast"
     if is_watched() or nn.modules.module._has_any_global_hook():
         return "watched"

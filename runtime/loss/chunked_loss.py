@@ -117,7 +117,7 @@ def _refusal(model: nn.Module, hidden_states: Tensor, head: nn.Module, labels: T
 def _of_dtypes(hidden_states: Tensor, head: nn.Linear, labels: Tensor) -> str | None:
     if hidden_states.device != head.weight.device:
         return "device"
-    same = torch.is_autocast_enabled(hidden_states.device.type) or hidden_states.dtype == head.weight.dtype
+    same = backend.autocasts(hidden_states.device.type) or hidden_states.dtype == head.weight.dtype
     if not same or hidden_states.dtype not in _DTYPES or labels.dtype != torch.int64:
         return "dtype"
     return None
@@ -126,7 +126,7 @@ def _of_dtypes(hidden_states: Tensor, head: nn.Linear, labels: Tensor) -> str | 
 def _product_dtype(hidden_states: Tensor) -> torch.dtype:
     """Return the dtype in which a linear layer computes here."""
     kind = hidden_states.device.type
-    if torch.is_autocast_enabled(kind) and hidden_states.dtype != torch.float64:
+    if backend.autocasts(kind) and hidden_states.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
     return hidden_states.dtype
 

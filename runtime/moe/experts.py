@@ -125,7 +125,7 @@ def _computed(
     ranks = 1 if mine is None else mine.ranks.size
     parts = experts.packed_parts() if isinstance(experts, MxExperts) else block_experts_of(experts)
     parts = None if _has_a_say(experts) else parts
-    if parts is not None and not torch.is_autocast_enabled(hidden_states.device.type):
+    if parts is not None and not backend.autocasts(hidden_states.device.type):
         nbytes = parts.gate_up.nbytes + parts.down.nbytes
         many = _sorting_pays(top_k_index.shape[0], top_k_index.shape[1] / ranks, parts.down.values.shape[0], nbytes)
         if mine is not None:
@@ -248,7 +248,7 @@ def unsafe(
         return "unknown_activation"
     if backend.wants_gradient(hidden_states, top_k_weights, residual, *tensors):
         return "gradient"
-    if torch.is_autocast_enabled(hidden_states.device.type):
+    if backend.autocasts(hidden_states.device.type):
         return "autocast"
     tokens, top_k = top_k_index.shape
     down: Tensor = experts.down_proj  # type: ignore[assignment]

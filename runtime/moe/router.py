@@ -160,7 +160,7 @@ def _unsafe(hidden_states: Tensor, rule: RoutingRule, prologue: Prologue | None)
     norm_weight = None if prologue is None else prologue.weight
     if backend.wants_gradient(hidden_states, rule.weight, rule.bias, rule.correction_bias, norm_weight):
         return "gradient"
-    if torch.is_autocast_enabled(hidden_states.device.type):
+    if backend.autocasts(hidden_states.device.type):
         return "autocast"
     return None
 

@@ -126,7 +126,7 @@ if backend.triton_installed():
 
 def fits(tokens: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, how: Gating) -> bool:
     """Return whether these experts make their own gradients; else they are called, and torch differentiates that."""
-    if torch.is_autocast_enabled(tokens.device.type) or not backend.learns(tokens, weights, gate_up, down):
+    if backend.autocasts(tokens.device.type) or not backend.learns(tokens, weights, gate_up, down):
         return False
     if how.bounded or how.interleaved or how.transposed or how.activation not in KINDS:
         return False

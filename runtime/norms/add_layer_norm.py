@@ -61,7 +61,7 @@ def add_layer_norm(
         if reason is None:
             both: tuple[torch.Tensor, torch.Tensor] = _AddLayerNorm.apply(hidden_states, residual, weight, bias, eps)
             return both
-    elif torch.is_autocast_enabled(hidden_states.device.type):
+    elif backend.autocasts(hidden_states.device.type):
         reason = "autocast"
     if reason is not None:
         backend.count_fallback("add_layer_norm", reason)
@@ -128,7 +128,7 @@ def _not_learned(
     """Return why the torch form is differentiated, and not the kernel."""
     if not backend.learns(hidden_states, residual, weight, bias):
         return "gradient_wanted"
-    if torch.is_autocast_enabled(hidden_states.device.type) and not _widens(hidden_states):
+    if backend.autocasts(hidden_states.device.type) and not _widens(hidden_states):
         return "autocast"
     reason = sum_refusal(hidden_states, residual) or _parameter_refusal(hidden_states, residual, weight, bias)
     return reason or backward_refusal(hidden_states) or backward_refusal(residual)

@@ -294,7 +294,7 @@ def _reason_against(
     beside = [tensor for tensor in (bias, residual) if tensor is not None]
     if backend.wants_gradient(input, *beside) or (norm is not None and is_trained(norm)):
         return "gradient"
-    if torch.is_autocast_enabled(input.device.type):
+    if backend.autocasts(input.device.type):
         return "autocast"
     if any(tensor.device != input.device for tensor in (weight.values, *beside)):
         return "another_device"

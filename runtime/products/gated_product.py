@@ -46,7 +46,7 @@ def gated_product(
     kind = _kind(gate, up, activation, projection)
     if kind is None or not isinstance(projection, nn.Linear):
         return projection(gated_activation(gate, up, activation))
-    autocast = torch.is_autocast_enabled(gate.device.type)
+    autocast = backend.autocasts(gate.device.type)
     dtype = torch.get_autocast_dtype(gate.device.type) if autocast else projection.weight.dtype
     out: Tensor = _GatedProduct.apply(gate, up, projection.weight, projection.bias, kind, dtype)
     return out
@@ -62,7 +62,7 @@ def _kind(
         return None
     if backend.observed(projection) or not backend.learns(gate, projection.weight, projection.bias):
         return None
-    if not torch.is_autocast_enabled(gate.device.type) and gate.dtype != projection.weight.dtype:
+    if not backend.autocasts(gate.device.type) and gate.dtype != projection.weight.dtype:
         return None
     return activation_kind(activation)
 

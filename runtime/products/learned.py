@@ -58,7 +58,7 @@ def learned_projections(input: Tensor, projections: Sequence[nn.Module]) -> tupl
 
 def _product_dtype(input: Tensor, weight: Tensor) -> torch.dtype | None:
     """Return the dtype in which `F.linear` multiplies these; None where it would not."""
-    if torch.is_autocast_enabled(input.device.type):
+    if backend.autocasts(input.device.type):
         wide = torch.float64 in (input.dtype, weight.dtype)
         return None if wide else torch.get_autocast_dtype(input.device.type)
     return input.dtype if input.dtype == weight.dtype else None

@@ -129,7 +129,7 @@ def unsafe(
     gradient = torch.is_grad_enabled()
     if gradient and input.requires_grad:
         return "gradient"
-    if torch.is_autocast_enabled(input.device.type):
+    if backend.autocasts(input.device.type):
         return "autocast"
     for projection in projections:
         if type(projection) not in classes:

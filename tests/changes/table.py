@@ -6,9 +6,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from .walk import ABSENT, DIFFERENT, EQUAL, NO_ERROR, RAISES, REFUSED, SAME_ERROR, Row
+from .walk import ABSENT, DIFFERENT, EQUAL, NO_ERROR, RAISES, REFUSED, SAME_ERROR, UNDEFINED, Row
 
-_OUTCOMES = (EQUAL, SAME_ERROR, REFUSED, ABSENT, NO_ERROR, RAISES, DIFFERENT)
+_OUTCOMES = (EQUAL, SAME_ERROR, REFUSED, ABSENT, UNDEFINED, NO_ERROR, RAISES, DIFFERENT)
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -103,6 +103,6 @@ def test_the_table_counts_calls_and_names_what_went_wrong() -> None:
     right = Row("llama", "hook", "a", BEFORE, {"changed": REFUSED}, reasons=["generate: observed"], effective=True)
     wrong = Row("bert", "hook", "b", AFTER, {"changed": DIFFERENT}, {"changed": "tokens differ"}, looped=["changed"])
     text = markdown([right, wrong])
-    assert "| hook | 2 | 1 | 1 | 0 | 0 | 1 | 0 | 0 | 0 | 1 | 1 |" in text
+    assert "| hook | 2 | 1 | 1 | 0 | 0 | 1 | 0 | 0 | 0 | 0 | 1 | 1 |" in text
     assert "- **hook** b (1): bert after changed: tokens differ (changed)" in text
     assert summary([right, wrong]).startswith("2 cases of 2 changes, 2 families: 1 wrong (1 calls differ in silence")

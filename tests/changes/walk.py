@@ -19,6 +19,8 @@ BEFORE, AFTER = "before", "after"
 """The first call."""
 EQUAL, SAME_ERROR, REFUSED, ABSENT, NO_ERROR = "equal", "same error", "refused", "absent", "no error"
 """`NO_ERROR`: the original raises and the package does not; there are no tokens that could be wrong."""
+UNDEFINED = "undefined"
+"""The original itself says something else each time: it reads memory that nobody wrote."""
 DIFFERENT, RAISES = "SILENT", "RAISES"
 WRONG = (DIFFERENT, RAISES)
 OWN_ERRORS, LARGEST_OWN_ERROR = 4.0, 1e-3
@@ -147,6 +149,8 @@ def row_of(change: Change, family: str, when: str, device: str, usual: Said) -> 
             row.outcomes[phase], row.details[phase] = _judged(wanted[phase], got[phase])
     if got is not None and row.wrong:
         _judge_again(row, change, device, wanted, got)
+    if row.wrong and changed is not None and difference(changed, wanted["again"]):
+        row.outcomes |= dict.fromkeys(("changed", "again"), UNDEFINED)
     row.details = {phase: detail for phase, detail in row.details.items() if detail}
     for phase, said in (got or {}).items():
         if said.replays.get("steps" if FAMILIES[family].generates else "forwards"):
