@@ -45,11 +45,17 @@ class Told(Recorded):
         """Tell it again, without any Python of the model."""
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             for function, args, kwargs, made in self._again:
-                again = function(*args, **kwargs)
+                with torch.inference_mode(function._schema.is_mutable and _is_inference(args)):
+                    again = function(*args, **kwargs)
                 if made:
                     parts = [again] if isinstance(again, Tensor) else tree_flatten(again)[0]
                     for place, kept in made:
-                        kept.copy_(parts[place])
+                        with torch.inference_mode(kept.is_inference()):  # a device writes it in any mode
+                            kept.copy_(parts[place])
+
+
+def _is_inference(args: Any) -> bool:
+    return any(isinstance(part, Tensor) and part.is_inference() for part in tree_flatten(args)[0])
 
 
 def _storage(tensor: Tensor) -> int:
