@@ -6,7 +6,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +45,19 @@ class Told(Recorded):
         """Tell it again, without any Python of the model."""
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             for function, args, kwargs, made in self._again:
-                with torch.inference_mode(function._schema.is_mutable and _is_inference(args)):
+                with _writing(args if function._schema.is_mutable else ()):
                     again = function(*args, **kwargs)
                 if made:
                     parts = [again] if isinstance(again, Tensor) else tree_flatten(again)[0]
                     for place, kept in made:
-                        with torch.inference_mode(kept.is_inference()):  # a device writes it in any mode
+                        with _writing(kept):
                             kept.copy_(parts[place])
 
 
-def _is_inference(args: Any) -> bool:
-    return any(isinstance(part, Tensor) and part.is_inference() for part in tree_flatten(args)[0])
+def _writing(args: Any) -> AbstractContextManager[object]:
+    """Return the mode in which tensors may be written; a device writes them in any."""
+    inference = any(isinstance(part, Tensor) and part.is_inference() for part in tree_flatten(args)[0])
+    return torch.inference_mode() if inference else nullcontext()
 
 
 def _storage(tensor: Tensor) -> int:
