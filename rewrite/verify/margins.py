@@ -13,14 +13,18 @@ BOUND = "bound"
 
 
 def worst(gate: Gate) -> str:
-    """Return the figure of each kind that comes nearest to its bound and where, and the smallest speed-up."""
+    """Return the figure of each kind that comes nearest to its bound and where, and the smallest speed-up claimed."""
     said = []
     for kind in ERRORS:
         found = [(_share(value, limit), value, limit, check.name) for check, value, limit in _pairs(gate, kind)]
         if found:
             _, value, limit, name = max(found, key=lambda one: one[0])
             said.append(f"{kind} {value:.2g} of {limit:.2g} ({name})")
-    timed = [(float(check.figures["speed-up"]), check.name) for check in gate.checks if "speed-up" in check.figures]
+    timed = [
+        (float(check.figures["speed-up"]), check.name)
+        for check in gate.checks
+        if "speed-up" in check.figures and not str(check.figures["outcome"]).startswith("not claimed")
+    ]
     if timed:
         value, name = min(timed)
         said.append(f"speed-up {value:.2f} ({name})")
