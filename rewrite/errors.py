@@ -620,6 +620,15 @@ class AcceptanceNotReadable(RewriteError):
         )
 
 
+class VerdictNotReadable(RewriteError):
+    """A kept verdict was edited or merged badly, or is of an earlier version, which wrote it in another form."""
+
+    def __init__(self, folder: object, name: str):
+        super().__init__(
+            f"{name} cannot be read, or is of another version of hf-rewrite: rewrite verify {shortened(folder)}"
+        )
+
+
 class VerificationError(RewriteError):
     """A verification could not be carried out (a failed verification is a verdict, not an error)."""
 

@@ -81,14 +81,14 @@ def _accept(
     Raises:
         NotAcceptable: if a check could not run, nothing was compared, or the package does not agree with itself.
     """
-    from rewrite.deliver import acceptable, acceptance, verification
+    from rewrite.deliver import acceptable, acceptance, verdict_file, verification
     from rewrite.errors import NotAcceptable
     from rewrite.package import output
     from rewrite.package.assemble import VERDICT_NAME
 
     with screen.working("verifying against the original") as progress:
         verdict = verification.judge(source.path, folder, request, progress)
-    record = verification.record(verdict, lock, folder, folder / VERDICT_NAME)
+    record = verdict_file.record(verdict, lock, folder, folder)
     if verdict.passed:
         output.write_beside(folder / VERDICT_NAME, record.text.encode("utf-8"))
         screen.line("accepted", "nothing: the package passed its verification, so there is nothing to accept")

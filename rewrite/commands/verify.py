@@ -79,7 +79,7 @@ def _package(
     bisect: bool,
     json_path: Path | None,
 ) -> int:
-    from rewrite.deliver import acceptance, bisection, report, summary, verification
+    from rewrite.deliver import acceptance, bisection, report, summary, verdict_file, verification
     from rewrite.package import original, output
     from rewrite.package.assemble import VERDICT_NAME
     from rewrite.package.lock import read_lock
@@ -99,7 +99,7 @@ def _package(
         verdict = verification.judge(source.path, folder, request, progress)
     refused = accepted.refused(verdict) if accepted is not None else []
     screen.text(verification.rendered(verdict, accepted is not None and not refused))
-    record = verification.record(verdict, lock, folder, folder / VERDICT_NAME, refused)
+    record = verdict_file.record(verdict, lock, folder, folder, refused)
     output.write_beside(folder / VERDICT_NAME, record.text.encode("utf-8"))
     if record.note:
         screen.line("kept", record.note)

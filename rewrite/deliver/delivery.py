@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rewrite.deliver import acceptance, precheck, report, summary, verification
+from rewrite.deliver import acceptance, precheck, report, summary, verdict_file, verification
 from rewrite.deliver.beside import Judge
 from rewrite.deliver.bisection import Bisection, bisect
 from rewrite.engine.build import Build
@@ -96,8 +96,7 @@ def _verified(delivery: Delivery, screen: Screen, built: Build, staged: Staged) 
     with importing, screen.working("verifying") as progress:
         judge = delivery.judge or verification.judge
         verdict = judge(built.source.path, staged.folder, request, progress)
-    before = staged.output.folder / VERDICT_NAME
-    record = verification.record(verdict, staged.package.lock, staged.folder, before)
+    record = verdict_file.record(verdict, staged.package.lock, staged.folder, staged.output.folder)
     staged.add(VERDICT_NAME, record.text)
     if record.note:
         screen.line("kept", record.note)

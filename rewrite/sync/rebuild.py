@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rewrite import operators
-from rewrite.deliver import acceptance
+from rewrite.deliver import acceptance, verdict_file
 from rewrite.engine.build import Build, build
-from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownTransform
+from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownTransform, VerdictNotReadable
 from rewrite.offers import VENDORED
 from rewrite.package import kept, original, vendor
 from rewrite.package.assemble import VERDICT_NAME, Package, assemble
 from rewrite.package.lock import Lock, engine_digest, rule_hashes, sha256
-from rewrite.package.syntax import unchanged, unix_newlines
+from rewrite.package.syntax import unix_newlines
 from rewrite.sync.changes import RuleChange, rule_changes
 from rewrite.transform import Transform
 from rewrite.transforms import select
@@ -141,70 +139,42 @@ def differences(lock: Lock, package: Package) -> list[str]:
 
 def stale_verdict(folder: Path, lock: Lock) -> str | None:
     """Return what is wrong with the verdict that is kept in a package: it failed, or files changed since."""
-    path = folder / VERDICT_NAME
     try:
         accepted = acceptance.read(folder)
-    except AcceptanceNotReadable as error:
+        verdict = verdict_file.read(folder)
+    except (AcceptanceNotReadable, VerdictNotReadable) as error:
         return str(error)
-    covered = accepted is not None and accepted.covers(folder, lock)
-    if not path.is_file():
+    if verdict is None:
         return None
-    try:
-        verdict = json.loads(path.read_text(encoding="utf-8"))
-        passed, files = verdict["passed"], dict(verdict["rewritten"]["files"])
-        said = dict(verdict["rewritten"].get("syntax", {}))
-        made_with = dict(verdict["rewritten"].get("runtime", {}))
-        quick_passed = verdict.get("quick", {}).get("passed", True)
-        refused = [str(one) for one in verdict.get("refused", ())]
-        raised = _raised(verdict)
-        made_from = verdict.get("original", {}).get("sha256", lock.source.sha256)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return f"{VERDICT_NAME} cannot be read: rewrite verify {folder}"
-    if refused and _is_of(folder, files, said):
-        return f"{VERDICT_NAME} says that what fails was not accepted: {refused[0]}"
-    if covered:
+    changed = verdict.changed(folder, verdict_file.importable(lock))
+    if verdict.refused and changed is None:
+        return f"{VERDICT_NAME} says that what fails was not accepted: {verdict.refused[0]}"
+    if accepted is not None and accepted.covers(folder, lock):
         return None
-    if not passed and raised:
+    if not verdict.passed and (raised := verdict.raised):
         many = f"{len(raised)} checks" if len(raised) > 1 else "a check"
         return f"{VERDICT_NAME} says that {many} could not run, which cannot be accepted: {raised[0]}"
-    if not passed and accepted is not None:
+    if not verdict.passed and accepted is not None:
         return f"the package is not as it was when `{accepted.reason}` was accepted: rewrite verify {folder}"
-    if not passed:
+    if not verdict.passed:
         return f"{VERDICT_NAME} says that the verification failed: mend it, or rewrite accept {folder} --reason TEXT"
-    if not quick_passed:
+    if not verdict.quick_passed:
         return f"{VERDICT_NAME} says that a later quick verification failed: rewrite verify {folder}"
-    if made_from != lock.source.sha256:
+    if verdict.original["sha256"] != lock.source.sha256:
         return f"the original has changed since it was verified: rewrite verify {folder}"
     version, digest = vendor.runtime()
-    if not lock.options.vendored and made_with.get("sha256") != digest:
+    if not lock.options.vendored and verdict.runtime["sha256"] != digest:
         return f"it was verified with another hf-rewrite-runtime than this {version}: rewrite verify {folder}"
-    for name in sorted({*files, *_importable(lock)}):
-        if name not in files or not (folder / name).is_file():
-            return f"{name} was not there when it was verified, or is not now: rewrite verify {folder}"
-        if not unchanged(folder / name, files[name], said.get(name)):
-            return f"{name} has changed since it was verified: rewrite verify {folder}"
-    return None
-
-
-def _is_of(folder: Path, files: Mapping[str, str], said: Mapping[str, str]) -> bool:
-    """Return whether a verdict is on the files of a package as they are."""
-    there = all((folder / name).is_file() for name in files)
-    return there and all(unchanged(folder / name, digest, said.get(name)) for name, digest in files.items())
-
-
-def _raised(verdict: Mapping[str, Any]) -> list[str]:
-    """Return the checks of a verdict that could not run to their end, and why."""
-    checks = [(gate["name"], check) for gate in verdict.get("gates", ()) for check in gate.get("checks", ())]
-    return [f"{gate}: {one['name']}: {one['detail']}" for gate, one in checks if one.get("failure") == "raised"]
+    if changed is None:
+        return None
+    if changed in verdict.covers and (folder / changed).exists():
+        return f"{changed} has changed since it was verified: rewrite verify {folder}"
+    return f"{changed} was not there when it was verified, or is not now: rewrite verify {folder}"
 
 
 def is_verified(folder: Path) -> bool:
     """Return whether a package was verified at all, or what it changes accepted."""
     return (folder / VERDICT_NAME).is_file() or (folder / acceptance.NAME).is_file()
-
-
-def _importable(lock: Lock) -> list[str]:
-    return [name for name in lock.files if not name.startswith(".")]
 
 
 def _selected(folder: Path, lock: Lock) -> list[Transform]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import html
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from rewrite.deliver import acceptance
-from rewrite.errors import AcceptanceNotReadable
+from rewrite.deliver import acceptance, verdict_file
+from rewrite.errors import AcceptanceNotReadable, VerdictNotReadable
 from rewrite.package import output
-from rewrite.package.assemble import VERDICT_NAME
 from rewrite.package.lock import Lock
 from rewrite.show import diff
 from rewrite.sync import rebuild
@@ -83,19 +80,16 @@ def _loops(lock: Lock) -> Iterator[str]:
 
 
 def _verdict(folder: Path, lock: Lock) -> Iterator[str]:
-    path = folder / VERDICT_NAME
-    if not path.is_file():
+    try:
+        verdict = verdict_file.read(folder)
+    except VerdictNotReadable as error:
+        yield f"**Verdict**: {error}."
+        return
+    if verdict is None:
         yield "**Verdict**: not verified (`rewrite verify` has not run on this package)."
         return
     stale = rebuild.stale_verdict(folder, lock)
-    accepted = _accepted(folder, lock)
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        environment = _mapping(data.get("environment"))
-        passed = bool(data["passed"])
-    except (ValueError, KeyError, AttributeError, TypeError):
-        yield f"**Verdict**: {stale}."
-        return
+    accepted, passed, environment = _accepted(folder, lock), verdict.passed, verdict.environment
     where = ", ".join(
         f"{name} {environment[name]}" for name in ("device", "torch", "transformers") if name in environment
     )
@@ -104,11 +98,11 @@ def _verdict(folder: Path, lock: Lock) -> Iterator[str]:
     yield f"**Verdict**: {word}{f' ({where})' if where else ''}."
     if stale:
         yield f"{stale}."
-    if data.get("reason"):
-        yield f"{data['reason']}."
+    if verdict.reason:
+        yield f"{verdict.reason}."
     yield ""
     yield from accepted
-    yield from _gates(data)
+    yield from _gates(verdict)
 
 
 def _accepted(folder: Path, lock: Lock) -> list[str]:
@@ -132,24 +126,13 @@ def _accepted(folder: Path, lock: Lock) -> list[str]:
     ]
 
 
-def _gates(data: Mapping[str, Any]) -> Iterator[str]:
-    gates = [_mapping(gate) for gate in _list(data.get("gates"))]
-    if gates:
-        yield "| gate | outcome | checks |"
-        yield "|---|---|---|"
-    for gate in gates:
-        counts = Counter(str(_mapping(check).get("status", "?")) for check in _list(gate.get("checks")))
-        said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        yield f"| {gate.get('name')} | {gate.get('status')} | {said} |"
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    """Return a value of a verdict that anyone can have edited, empty if it is of the wrong kind."""
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _gates(verdict: verdict_file.Kept) -> Iterator[str]:
+    if verdict.gates:
+        yield "| gate | outcome | checks | nearest to its bound |"
+        yield "|---|---|---|---|"
+    for gate in verdict.gates:
+        counts = (f"{gate[name]} {name}" for name in ("failed", "not run", "passed") if gate.get(name))
+        yield f"| {gate.get('name')} | {gate.get('status')} | {', '.join(counts)} | {gate.get('worst', '')} |"
 
 
 def _by_class(changes: Sequence[diff.Change]) -> dict[str, list[diff.Change]]:

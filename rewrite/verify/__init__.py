@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from .judging.checks import Progress
 from .judging.verdict import Check, Divergence, Gate, Options, Reached, Verdict
+from .margins import worst
 from .models.sides import Side
-from .render import render, summary
+from .render import not_verified, render, summary
 from .runner import verify
 
 __all__ = [
@@ -21,7 +22,9 @@ __all__ = [
     "Reached",
     "Side",
     "Verdict",
+    "not_verified",
     "render",
     "summary",
     "verify",
+    "worst",
 ]

@@ -23,13 +23,13 @@ def summary(verdict: Verdict) -> str:
     timed = [check for check in checks if "outcome" in check.figures]
     parts += [_speed(check) for check in timed if not str(check.figures["outcome"]).startswith("not claimed")]
     parts += [f"{share:.0%} of the memory limit" for share in _figures(checks, "rewritten share")]
-    parts += _not_verified(verdict)
+    parts += [f"not verified: {left_out}"] if (left_out := not_verified(verdict)) else []
     parts.append(f"{verdict.seconds:.0f} s" if verdict.passed else _short(verdict.reason))
     outcome = f"pass{_approximate(verdict)}" if verdict.passed else "FAIL"
     return f"parity: {outcome}{_low_precision(checks)} · {' · '.join(parts)}"
 
 
-def _not_verified(verdict: Verdict) -> list[str]:
+def not_verified(verdict: Verdict) -> str:
     """How many lines of the modeling file and of the runtime that it brings no check ran, and what none asked for."""
     own, brought = verdict.reached[:1], verdict.reached[1:]
     counts = [(sum(file.missed for file in files), sum(file.lines for file in files)) for files in (own, brought)]
@@ -41,7 +41,7 @@ def _not_verified(verdict: Verdict) -> list[str]:
         of_kind = [asked for asked in verdict.asked if asked.kind == kind]
         if missed := sum(len(asked.missed) for asked in of_kind):
             said.append(f"{missed} of {sum(asked.names for asked in of_kind)} {kind}")
-    return [f"not verified: {_listed(said)}"] if said else []
+    return _listed(said)
 
 
 def _listed(parts: Sequence[str]) -> str:
@@ -97,11 +97,8 @@ def render(verdict: Verdict, verbose: bool = False, accepted: bool = False) -> s
     if verdict.passed or verbose:
         lines += _left_unseen(verdict, verbose)
     else:  # what failed is the news
-        lines += [
-            line
-            for said in _not_verified(verdict)
-            for line in _wrap(f"{said} (verify.json, or --json, lists them)", "  ")
-        ]
+        if said := not_verified(verdict):
+            lines += _wrap(f"not verified: {said} (--json FILE lists them)", "  ")
     if verdict.reason and not verdict.passed:
         lines += _wrap(f"{'differs' if accepted else 'failed'}: {verdict.reason}", "")
     approximate = ", approximate" if _approximate(verdict) else ""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core import aiter_probe, derived
@@ -149,7 +149,7 @@ def nbytes() -> int:
     return sum(weight.values.nbytes + weight.scale.nbytes for weight in _weights.values())
 
 
-def describe(model: nn.Module) -> list[str]:
+def describe_process() -> list[str]:
     """Return a line for `explain`."""
     count = len(_weights)
     return [f"aiter: {count} block-scaled weights in e4m3fnuz too, {nbytes() / 2**20:.1f} MiB"] if count else []

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core import aiter_probe, backend, launch
 
@@ -309,7 +309,7 @@ def forget() -> None:
     aiter_probe.forget()
 
 
-def describe(model: nn.Module) -> list[str]:
+def describe_process() -> list[str]:
     """Return a line for each operator that aiter was tried for."""
     lines = []
     for operator in OPERATORS:

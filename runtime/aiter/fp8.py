@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core import aiter_probe
@@ -120,7 +120,7 @@ def nbytes() -> int:
     return sum(copy.shuffled.nbytes for copy in _copies.values())
 
 
-def describe(model: nn.Module) -> list[str]:
+def describe_process() -> list[str]:
     """Return a line for `explain`."""
     return [f"aiter: {len(_copies)} weights in its order too, {nbytes() / 2**20:.1f} MiB"] if _copies else []
 

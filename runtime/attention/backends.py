@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -272,7 +272,7 @@ def listen(listener: Callable[[Size], None] | None) -> None:
     _listener = listener
 
 
-def describe(model: nn.Module) -> list[str]:
+def describe_process() -> list[str]:
     """Return lines for `explain`: what was asked for, and how many calls each backend took; of a graph its capture."""
     named = backend.named_besides["attention"]
     asked = [f"attention: {named} was asked for by name"] if named is not None else []

@@ -38,6 +38,10 @@ BACKENDS = ("auto", "reference", "triton", "aiter")
 ENVIRONMENT_VARIABLE = "REWRITE_BACKEND"
 
 _fallbacks: Counter[tuple[str, str]] = Counter()
+_fallbacks_of: weakref.WeakKeyDictionary[nn.Module, Counter[tuple[str, str]]] = weakref.WeakKeyDictionary()
+"""Those of each module or model that they happened at, as long as it lives."""
+_fallbacks_outside: Counter[tuple[str, str]] = Counter()
+"""Those at no module and outside of any model's call."""
 _last_reasons: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _chosen: str | None = None
 ATTENTION_VARIABLE = "REWRITE_ATTENTION"
@@ -287,13 +291,40 @@ def nothing_watches(tensor: torch.Tensor) -> bool:
     )
 
 
+class _Called(threading.local):
+    model: nn.Module | None = None
+
+
+_CALLED = _Called()
+
+
+class Inside:
+    """Have what this thread counts in a `with` block be of a model, the last one where several are in each other."""
+
+    __slots__ = ("before", "model")
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.before = _CALLED.model
+        _CALLED.model = self.model
+
+    def __exit__(self, *_: object) -> None:
+        _CALLED.model = self.before
+
+
 def count_fallback(operator: str, reason: str, module: nn.Module | None = None) -> None:
     """Count one run of `operator` that did not take its fast form, for `explain`. Free while compiling.
 
-    `module`, where there is one, is remembered with the last reason. What does not run is not counted.
+    It is of `module`, which is remembered with the last reason, or of the model that this thread is `Inside`. What
+    does not run is not counted.
     """
     if not is_compiling() and not launch.collects():
         _fallbacks[(operator, reason)] += 1
+        owner = _CALLED.model if module is None else module
+        counts = _fallbacks_outside if owner is None else _fallbacks_of.setdefault(owner, Counter())
+        counts[(operator, reason)] += 1
         if module is not None:
             _last_reasons[module] = f"{operator}: {reason}"
 
@@ -309,6 +340,23 @@ def fallbacks() -> dict[tuple[str, str], int]:
     return dict(_fallbacks)
 
 
+def fallbacks_of(model: nn.Module) -> dict[tuple[str, str], int]:
+    """Return the same of a model and its modules alone."""
+    found: Counter[tuple[str, str]] = Counter()
+    for module in model.modules():
+        found.update(_fallbacks_of.get(module, {}))
+    return dict(found)
+
+
+def fallbacks_outside() -> dict[tuple[str, str], int]:
+    """Return the same of what ran at no module and outside of any model's call.
+
+    Such are operators that are called by themselves, a backward, and what a compiled model runs: none of these goes
+    through a model's `__call__`.
+    """
+    return dict(_fallbacks_outside)
+
+
 def last_reasons(model: nn.Module) -> dict[str, str]:
     """Return the last fallback at each module of `model` that had one, by the module's name."""
     return {name: _last_reasons[module] for name, module in model.named_modules() if module in _last_reasons}
@@ -316,8 +364,8 @@ def last_reasons(model: nn.Module) -> dict[str, str]:
 
 def reset_fallbacks() -> None:
     """Set every fallback count to zero and forget the modules they happened at."""
-    _fallbacks.clear()
-    _last_reasons.clear()
+    for counts in (_fallbacks, _fallbacks_outside, _fallbacks_of, _last_reasons):
+        counts.clear()
 
 
 @functools.cache

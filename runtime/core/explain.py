@@ -20,12 +20,12 @@ from .observers import global_observers, observers
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ran in its slower form since the last `reset_fallbacks`."""
+    """What ran in its slower form since the last `reset_fallbacks`: of a model, or of the process if none is given."""
 
     backend: str
     """The backend in force: auto, reference, triton or aiter."""
     fallbacks: dict[str, int] = field(default_factory=dict)
-    """How often, by `operator: reason`, in this package."""
+    """How often, by `operator: reason`."""
     modules: dict[str, str] = field(default_factory=dict)
     """The last fallback at each module, `operator: reason` by the module's name; for a group of projections that was
     not packed, the first of them stands for all; the model itself has the name `""`."""
@@ -36,18 +36,31 @@ class Explanation:
     watched: dict[str, str] = field(default_factory=dict)
     """Who takes part in calls at the moment, and so rules out what would not make them, by the module's name: hooks,
     and a `forward` of the instance, each with the file that it is of."""
+    outside: dict[str, int] = field(default_factory=dict)
+    """How often outside of any model's call, by `operator: reason`: of a backward or a compiled model it is not known
+    which model it was."""
+    process: list[str] = field(default_factory=list)
+    """What is counted and kept for all models of this process together: who computed attention, who multiplied."""
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend}"]
-        lines += [f"{count:>8} × {what}" for what, count in sorted(self.fallbacks.items())]
+        lines += _counted(self.fallbacks)
         lines += _alike(self.modules)
         lines += _alike({name: f"watched by {who}" for name, who in self.watched.items()})
         lines += [f"{name}: decode loop: {said}" for name, said in self.decode_loops.items()]
         lines += self.graphs
         slow = any(said != "yes" for said in self.decode_loops.values())
-        if not self.fallbacks and not self.modules and not self.watched and not slow:
+        if not self.fallbacks and not self.outside and not self.modules and not self.watched and not slow:
             lines.append("every operator took its fast form")
+        if self.outside:
+            lines += ["outside of any model's call, in this process:", *_counted(self.outside)]
+        if self.process:
+            lines += ["of all models of this process:", *(f"  {line}" for line in self.process)]
         return "\n".join(lines)
+
+
+def _counted(fallbacks: dict[str, int]) -> list[str]:
+    return [f"{count:>8} × {what}" for what, count in sorted(fallbacks.items())]
 
 
 def _alike(modules: dict[str, str]) -> list[str]:
@@ -62,17 +75,22 @@ def _alike(modules: dict[str, str]) -> list[str]:
 
 
 def explain(model: nn.Module | None = None) -> Explanation:
-    """Return every fallback of this package's operators, and the modules of `model` that they happened at."""
-    counts = {f"{operator}: {reason}": count for (operator, reason), count in backend.fallbacks().items()}
+    """Return the fallbacks of `model`, by where they happened, and what is kept for it; without one, all fallbacks."""
+    process = [line for describe in _functions("describe_process") for line in describe()]
     if model is None:
-        return Explanation(backend.get_backend(), counts)
-    graphs = [line for describe in _describers() for line in describe(model)]
+        return Explanation(backend.get_backend(), _named(backend.fallbacks()), process=process)
+    counts, outside = _named(backend.fallbacks_of(model)), _named(backend.fallbacks_outside())
+    graphs = [line for describe in _functions("describe") for line in describe(model)]
     reasons = backend.last_reasons(model)
     with torch.no_grad():  # where marks of what wants a gradient do nothing
         watched = _watched(model)
         if not any(map(backend.observed, model.modules())):  # whoever watched is gone
             reasons = {name: reason for name, reason in reasons.items() if not reason.endswith("observed")}
-    return Explanation(backend.get_backend(), counts, reasons, graphs, _of_model(model), watched)
+    return Explanation(backend.get_backend(), counts, reasons, graphs, _of_model(model), watched, outside, process)
+
+
+def _named(fallbacks: dict[tuple[str, str], int]) -> dict[str, int]:
+    return {f"{operator}: {reason}": count for (operator, reason), count in fallbacks.items()}
 
 
 def _watched(model: nn.Module) -> dict[str, str]:
@@ -102,9 +120,12 @@ def _of_model(model: nn.Module) -> dict[str, str]:
     return {}
 
 
-def _describers() -> Iterator[Callable[[nn.Module], list[str]]]:
-    """Yield the function `describe` of every file of this runtime that has one and is in use."""
+def _functions(called: str) -> Iterator[Callable[..., list[str]]]:
+    """Yield the function of a name of every file of this runtime that has one and is in use.
+
+    `describe(model)` returns lines on what is kept for a model, `describe_process()` on what is counted for all.
+    """
     for name in sorted(name for name in sys.modules if name.startswith(place.PREFIX)):
-        describe = vars(sys.modules[name]).get("describe")
+        describe = vars(sys.modules[name]).get(called)
         if callable(describe) and describe.__module__ == name:
             yield describe

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from ..core import backend
 from ..core.capture import CaptureFailed
 from .alignment import Alignment, aligns
 from .fitness import Unfit
@@ -53,7 +54,7 @@ class Assistant:
         self, model: Any, beside: nn.Module, store: GraphStore, input_ids: Tensor, mask: Tensor | None, room: int, *,
         tokens: int, captures: bool,
     ):  # fmt: skip
-        self.tokens = tokens
+        self.tokens, self._model = tokens, model
         # Steps are as long as their weights are large.
         self._least = (tokens + 1) * nbytes(model) / nbytes(beside) + LONGER
         self._right: deque[float] = deque(maxlen=TRIED)
@@ -68,10 +69,11 @@ class Assistant:
             self._graph.watch(None)
             if mask is None and rows > 1:
                 mask = torch.ones_like(input_ids)  # of which columns may become padding
-            self._graph.prefill(input_ids, mask)
-            self._program = self._graph.program(self._sampling)
-            if is_new:
-                store.settle(model, self._graph)
+            with backend.Inside(model):
+                self._graph.prefill(input_ids, mask)
+                self._program = self._graph.program(self._sampling)
+                if is_new:
+                    store.settle(model, self._graph)
         except (UnknownCache, StepChanges, StepDiffers, StepFails, StepReads, CaptureFailed) as error:
             raise Unfit("drafted") from error
 
@@ -81,10 +83,11 @@ class Assistant:
         own.position.copy_(text.position)
         own.position_ids.copy_(text.position_ids)
         own.input_ids.copy_(text.input_ids)
-        for number in range(self.tokens):
+        with backend.Inside(self._model):
+            for number in range(self.tokens):
+                self._program.replay()
+                text.drafts[:, number].copy_(own.input_ids[:, 0])
             self._program.replay()
-            text.drafts[:, number].copy_(own.input_ids[:, 0])
-        self._program.replay()
 
     def aligns(self) -> bool:
         """Return whether rows of its cache may move."""

@@ -60,17 +60,18 @@ class GraphGeneration(GenerationMixin):
         **model_kwargs: Any,
     ) -> Any:
         """Generate tokens, greedily or by drawing them; arguments and result are those of transformers' loop."""
-        inputs = with_cache(self, model_kwargs)
-        made = inputs is not model_kwargs
-        call = Call(
-            input_ids, logits_processor, stopping_criteria, generation_config, streamer, synced_gpus, inputs, made
-        )
-        generated, reason = self._generated(call)
+        with backend.Inside(self):
+            inputs = with_cache(self, model_kwargs)
+            made = inputs is not model_kwargs
+            call = Call(
+                input_ids, logits_processor, stopping_criteria, generation_config, streamer, synced_gpus, inputs, made
+            )
+            generated, reason = self._generated(call)
         if reason is None:
             backend.forget_reason("generate", self)
             return generated
         backend.count_fallback("generate", reason, self)
-        with plain_inside(self):
+        with backend.Inside(self), plain_inside(self):
             return super()._sample(
                 input_ids,
                 generation_config=generation_config,
@@ -93,18 +94,19 @@ class GraphGeneration(GenerationMixin):
     def _beam_search(self, *arguments: Any, **keywords: Any) -> Any:
         """Search with beams, as transformers does: there is no loop of ours for it."""
         backend.count_fallback("generate", "beams", self)
-        with plain_inside(self):
+        with backend.Inside(self), plain_inside(self):
             return super()._beam_search(*arguments, **keywords)
 
     @functools.wraps(GenerationMixin._assisted_decoding)  # `generate` looks which arguments it takes
     def _assisted_decoding(self, input_ids: Tensor, *arguments: Any, **keywords: Any) -> Any:
         """Check tokens that were looked up in the text, or that another model with this loop drafts."""
-        generated, reason = self._drafted(input_ids, arguments, keywords)
+        with backend.Inside(self):
+            generated, reason = self._drafted(input_ids, arguments, keywords)
         if reason is None:
             backend.forget_reason("generate", self)
             return generated
         backend.count_fallback("generate", str(reason), self)
-        with plain_inside(self):
+        with backend.Inside(self), plain_inside(self):
             return super()._assisted_decoding(input_ids, *arguments, **keywords)
 
     def _drafted(self, input_ids: Tensor, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, str | None]:

@@ -55,16 +55,18 @@ class CapturedForward:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Return what `forward` does, in memory that no later call writes to."""
-        if (
-            is_compiling()
-            or torch.is_grad_enabled()
-            or self.training
-            or _THREAD.captures
-            or any(keywords.get(name) is not None for name in NAMES)
-            or keywords.get("use_cache")  # what comes next is given a cache or states: this one has to leave them
-        ):
+        if is_compiling():
             return nn.Module.__call__(self, *arguments, **keywords)
-        return _called(self, arguments, keywords)
+        with backend.Inside(self):
+            if (
+                torch.is_grad_enabled()
+                or self.training
+                or _THREAD.captures
+                or any(keywords.get(name) is not None for name in NAMES)
+                or keywords.get("use_cache")  # what comes next is given a cache or states: this one has to leave them
+            ):
+                return nn.Module.__call__(self, *arguments, **keywords)
+            return _called(self, arguments, keywords)
 
 
 def _called(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.fastest import fastest
 from ..core.launch import HIP, collects, rehearses
@@ -169,7 +169,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.view(-1, tensor.shape[-1])
 
 
-def describe(model: nn.Module) -> list[str]:
+def describe_process() -> list[str]:
     """Return a line for `explain`: which activations are in the epilogue, of all that were tried in this process."""
     taken = ["{}x{}x{}".format(*size) for size, faster in _FASTER.items() if faster]
     known = f"{', '.join(taken) or 'none'}, of {len(_FASTER)} tried"

@@ -262,6 +262,6 @@ _operator = backend.register("routed_linear", "(Tensor input, Tensor weight, Ten
 _packed_operator = packing.register("routed_packed_linear", product)
 
 
-def describe(model: nn.Module) -> list[str]:
+def describe_process() -> list[str]:
     """Return a line for `explain`."""
     return [f"products: {', '.join(f'{count} by {name}' for name, count in sorted(_counts.items()))}"] * bool(_counts)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from command_line import CommandLine, Outcome
+from kept_verdicts import keep
 
 MISSING = """
 import importlib.machinery
@@ -198,8 +199,19 @@ def test_a_package_with_a_file_gone(package: Path, rewrite: CommandLine, name: s
 
 
 def test_a_broken_verdict(package: Path, rewrite: CommandLine) -> None:
-    (package / "verify.json").write_text("[")
-    assert "verify.json cannot be read" in rewrite("check", package).out
+    keep(package)
+    path = package / "verify.json"
+    whole = json.loads(path.read_text())
+    assert rewrite("check", package).code == 0
+    earlier = {"passed": True, "rewritten": {"files": {}, "runtime": {}}, "gates": []}
+    kinds = ({**whole, name: 5} for name in ("covers", "form", "gates", "options", "original", "passed", "quick"))
+    for text in ("[", *map(json.dumps, ({**whole, "failed": [{}]}, earlier, *kinds))):
+        path.write_text(text)
+        said = rewrite("check", package)
+        assert said.code == 1
+        assert (
+            f"verify.json cannot be read, or is of another version of hf-rewrite: rewrite verify {package}" in said.out
+        )
 
 
 def test_a_bug_of_ours_is_one_line_and_a_log(

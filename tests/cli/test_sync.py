@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine
+from kept_verdicts import keep
 
 from rewrite.sync.merge import three_way
+from rewrite.verify import Check
 
 UPSTREAM = "modeling_tiny.py"
 
@@ -114,15 +116,14 @@ def test_edits_of_the_runtime_are_dropped_by_name_only(here: Path, package: Path
 
 
 def test_a_file_changed_since_it_was_verified_is_out_of_date(package: Path, rewrite: CommandLine) -> None:
-    lock = json.loads((package / "rewrite.lock").read_text())
-    files = {name: digest for name, digest in lock["files"].items() if not name.startswith(".")}
-    verdict = {"passed": True, "rewritten": {"files": files, "runtime": lock["runtime"]}}
-    (package / "verify.json").write_text(json.dumps(verdict))
+    keep(package)
     assert rewrite("check", package).code == 0
     edit(package, "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
-    assert "has changed since it was verified" in rewrite("check", package).out
-    (package / "verify.json").write_text(json.dumps({**verdict, "passed": False}))
-    assert rewrite("check", package).code == 1
+    assert "modeling_tiny.py has changed since it was verified" in rewrite("check", package).out
+    keep(package, Check("logits", "failed", "planted", failure="differs"))
+    assert "says that the verification failed" in rewrite("check", package).out
+    keep(package, Check("logits", "failed", "no such name", failure="raised"))
+    assert "a check could not run, which cannot be accepted: parity: logits: no such" in rewrite("check", package).out
 
 
 def test_a_file_that_does_not_parse_is_never_up_to_date(package: Path, rewrite: CommandLine) -> None:

@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 from command_line import CommandLine
+from kept_verdicts import keep, verdict
 
-from rewrite.verify.judging.verdict import Check, Gate, Identity, Options, Verdict
+from rewrite.deliver import verdict_file
+from rewrite.package.lock import read_lock
+from rewrite.verify import Check, Gate, Verdict, worst
 
 ARGUMENTS = ("modeling_tiny.py", "--only", "fuse_qkv", "--diff", "none")
-
-
-def verdict(passed: bool, where: Path, quick: bool = False) -> Verdict:
-    check = Check("logits", "passed" if passed else "failed", "planted")
-    side = Identity(str(where), str(where), "0" * 64)
-    gates = (Gate(2, "parity", (check,), 0.1),)
-    reason = "" if passed else "gate 2 (parity): logits: planted"
-    return Verdict(passed, side, side, "TinyLlama", gates, None, reason, {"torch": "2"}, Options(quick=quick), 0.1)
+FAILED = Check("logits", "failed", "planted", {"max": 0.5}, failure="differs")
 
 
 @pytest.fixture
@@ -30,7 +26,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def judge(original: Path, rewritten: Path, request: Any, progress: Any) -> Verdict:
         asked.append((original, rewritten, request))
         progress("half way")
-        return verdict(asked[0], rewritten, request.quick)
+        return verdict(*([] if asked[0] else [FAILED]), quick=request.quick)
 
     monkeypatch.setattr("rewrite.deliver.verification.judge", judge)
     return asked
@@ -50,7 +46,7 @@ def test_a_pass_is_written_with_its_verdict(here: Path, rewrite: CommandLine, ju
     kept = json.loads(text)
     lock = json.loads((here / "out" / "rewrite.lock").read_text())
     assert kept["passed"] is True
-    assert kept["rewritten"]["sha256"] == lock["files"]["modeling_tiny.py"]
+    assert kept["covers"]["modeling_tiny.py"]["sha256"] == lock["files"]["modeling_tiny.py"]
     assert kept["original"]["sha256"] == lock["source"]["sha256"]
     assert json.loads((here / "report.json").read_text())["verify"]["passed"] is True
 
@@ -63,7 +59,9 @@ def test_a_failure_leaves_what_was_there(package: Path, rewrite: CommandLine, ju
     assert "gate 2 (parity): logits: planted" in failed.out
     assert {path: path.read_bytes() for path in package.rglob("*.py")} == before
     rejected = package.with_name("out.rejected")
-    assert json.loads((rejected / "verify.json").read_text())["passed"] is False
+    kept = json.loads((rejected / "verify.json").read_text())
+    failed = {"gate": "parity", "name": "logits", "detail": "planted", "failure": "differs", "figures": "max 0.5"}
+    assert (kept["passed"], kept["failed"]) == (False, [failed])
     assert not [path for path in package.parent.iterdir() if path.name.startswith(".")]
 
 
@@ -100,7 +98,7 @@ def test_verify_keeps_the_verdict_on_the_files_as_they_are(
     assert rewrite("verify", package).code == 0
     kept = json.loads((package / "verify.json").read_text())
     lock = json.loads((package / "rewrite.lock").read_text())
-    assert kept["rewritten"]["sha256"] != lock["files"]["modeling_tiny.py"]
+    assert kept["covers"]["modeling_tiny.py"]["sha256"] != lock["files"]["modeling_tiny.py"]
     judged[0] = False
     assert rewrite("verify", package).code == 1
     assert rewrite("verify", "modeling_tiny.py", package).code == 1
@@ -127,6 +125,54 @@ def test_a_quick_verdict_stands_beside_a_full_one(here: Path, rewrite: CommandLi
     judged[0] = True
     assert rewrite("verify", "out", "--quick").code == 0
     assert kept()["options"]["quick"] is True
+
+
+def test_a_verdict_fits_a_screen(package: Path) -> None:
+    """Two hundred checks are a line; what did not run is a line for each reason."""
+    passed = [Check(f"check {number}", "passed", figures={"max": 1e-7, "bound": 2e-6}) for number in range(200)]
+    skipped = [Check(f"kernel {number}", "not run", "no GPU") for number in range(20)]
+    text = keep(package, *passed, *skipped)
+    assert len(text.splitlines()) <= 25
+    kept = json.loads(text)
+    gate = {"name": "parity", "status": "passed", "passed": 200, "failed": 0, "not run": 20}
+    assert kept["gates"] == [{**gate, "worst": "max 1e-07 of 2e-06 (check 0)"}]
+    assert [(one["reason"], len(one["checks"])) for one in kept["not_run"]] == [("no GPU", 20)]
+    assert kept["options"] == {"device": "cpu", "dtype": "bfloat16", "quick": False, "seed": 0}
+    assert text == keep(package, *passed, *skipped)
+    assert list(kept) == sorted(kept)
+
+
+def test_a_vendored_runtime_is_one_line(package: Path, rewrite: CommandLine) -> None:
+    assert rewrite("vendor", package).code == 0
+    assert list(json.loads(keep(package))["covers"]) == ["__init__.py", "_runtime", "modeling_tiny.py"]
+    assert rewrite("check", package).code == 0
+    path = package / "_runtime" / "products" / "packing.py"
+    path.write_text(path.read_text() + "\n")  # layout
+    kept = verdict_file.read(package)
+    assert kept is not None
+    names = verdict_file.importable(read_lock(package))
+    assert kept.changed(package, names) is None
+    path.write_text(path.read_text() + "# mine\n")
+    assert kept.changed(package, names) == "_runtime"
+    assert "_runtime has changed since it was verified" in rewrite("check", package).out
+
+
+def test_the_figures_nearest_to_their_bounds() -> None:
+    several = {"sdpa max": 0.0, "sdpa bound": 2e-6, "lengths, max": 1e-6, "lengths, bound": 2e-6}
+    checks = (
+        Check("far", "passed", figures={"max": 4e-6, "bound": 5e-5, "rms": 1.0}),
+        Check("near", "passed", figures=several),
+        Check("bfloat16", "passed", figures={"max ratio": 1.25, "bound": 2.0}),
+        Check("not finite", "failed", figures={"gradients max": float("inf"), "largest": 3.0, "modules": 2}),
+        Check("decode", "passed", figures={"speed-up": 1.5, "outcome": "faster"}),
+        Check("prefill", "passed", figures={"speed-up": 1.1, "outcome": "no difference shown"}),
+        Check("on a CPU", "passed", figures={"speed-up": 0.9, "outcome": "not claimed on a CPU"}),
+    )
+    said = "max 1e-06 of 2e-06 (near); max ratio 1.2 of 2 (bfloat16); speed-up 1.10 (prefill)"
+    assert worst(Gate(2, "parity", checks, 0.0)) == said
+    beyond = Check("beyond", "failed", figures={"max": float("inf"), "bound": 2e-6})
+    assert worst(Gate(2, "parity", (*checks, beyond), 0.0)).startswith("max inf of 2e-06 (beyond)")
+    assert worst(Gate(1, "structure", (Check("the output parses", "passed", figures={"files": 2}),), 0.0)) == ""
 
 
 @pytest.mark.slow

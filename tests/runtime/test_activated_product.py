@@ -308,13 +308,13 @@ def test_a_size_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert activated_product._is_faster(product, True)
         assert not activated_product._is_faster(product, False)
     assert tried == [True, False]
-    assert activated_product.describe(nn.Module()) == [
+    assert activated_product.describe_process() == [
         f"activations in the epilogue of their product: 6x{OUTPUTS}x{INPUTS}, of 2 tried"
     ]
 
 
 def test_nothing_is_said_where_nothing_was_tried() -> None:
-    assert activated_product.describe(nn.Module()) == []
+    assert activated_product.describe_process() == []
 
 
 @pytest.mark.gpu

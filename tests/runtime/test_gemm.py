@@ -229,7 +229,7 @@ def test_compiled_whole() -> None:
 def test_explain_says_who_multiplied() -> None:
     module = projection()
     routed_linear(rows(64), module)
-    assert explain(module).graphs == ["products: 1 by vendor"]
+    assert explain(module).process == ["products: 1 by vendor"]
 
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="asks for nothing of ROCm elsewhere")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from command_line import CommandLine
+from kept_verdicts import keep
 
 from rewrite.package import syntax
-from rewrite.package.lock import read_lock
 from rewrite.sync.styles import Style, style_of
 
 from .conftest import Releases, edit
@@ -126,12 +124,7 @@ def test_a_real_conflict_is_shown_in_the_layout_of_the_team(
 
 
 def test_a_verdict_holds_for_every_layout(package: Path, releases: Releases, rewrite: CommandLine) -> None:
-    lock = read_lock(package)
-    texts = {name: (package / name).read_bytes() for name in lock.files if not name.startswith(".")}
-    files = {name: syntax.sha256(text) for name, text in texts.items()}
-    made = {"files": files, "syntax": syntax.digests(texts), "runtime": asdict(lock.runtime)}
-    verdict = {"passed": True, "rewritten": made}
-    (package / "verify.json").write_text(json.dumps(verdict))
+    keep(package)
     FORMATTERS["88"](package)
     tree = releases("6.0.0")
     assert rewrite("check", package, "--transformers", tree).code == 0

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine
+from kept_verdicts import keep
 
 from rewrite.package.lock import read_lock
 from rewrite.sync import review
+from rewrite.verify import Check
 
 from .conftest import Releases, edit
 from .test_releases import DROPOUT
@@ -98,17 +100,17 @@ def test_a_review_comment(package: Path, releases: Releases, rewrite: CommandLin
 
 @pytest.mark.parametrize(("passed", "word"), [(True, "passed, but out of date"), (False, "**failed**")])
 def test_the_verdict_in_a_comment(package: Path, rewrite: CommandLine, passed: bool, word: str) -> None:
-    verdict = {
-        "passed": passed,
-        "reason": "" if passed else "gate 2 (parity): logits",
-        "rewritten": {"files": {}},
-        "environment": {"torch": "2.13", "device": "cpu"},
-        "gates": [{"name": "parity", "status": "passed", "checks": [{"status": "passed"}, {"status": "not run"}]}],
-    }
-    (package / "verify.json").write_text(json.dumps(verdict))
+    figures = {"max": 1e-7, "bound": 2e-6}
+    logits = Check("logits", "passed", figures=figures) if passed else Check("logits", "failed", "planted")
+    keep(package, logits, Check("graphs", "not run", "no GPU"))
+    edit(package / "modeling_tiny.py", "attention_dropout = 0.0", "attention_dropout = 0.5")
     text = rewrite("diff", package, "--format", "markdown").out
     assert f"**Verdict**: {word} (device cpu, torch 2.13)." in text
-    assert "| parity | passed | 1 not run, 1 passed |" in text
+    if passed:
+        assert "| parity | passed | 1 not run, 1 passed | max 1e-07 of 2e-06 (logits) |" in text
+    else:
+        assert "gate 2 (parity): logits: planted." in text
+        assert "| parity | failed | 1 failed, 1 not run |  |" in text
 
 
 def test_a_comment_is_never_too_long_for_github(package: Path) -> None:

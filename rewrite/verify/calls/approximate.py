@@ -106,14 +106,15 @@ def judged(rounding: Tensor, package: Tensor, between: Tensor) -> dict[str, Figu
     Raises:
         Mismatch: the package moves the model further than the rounding does.
     """
+    limit = bound("approximate kl") * float(rounding.mean()) + bound("approximate kl floor")
     figures: dict[str, Figure] = {
         "KL mean": float(package.mean()),
+        "bound": limit,
         "KL mean, of the rounding alone": float(rounding.mean()),
         "KL 99%": float(package.quantile(0.99)),
         "KL to the rounding": float(between.mean()),
         "tokens": int(package.numel()),
     }
-    limit = bound("approximate kl") * float(rounding.mean()) + bound("approximate kl floor")
     if not float(package.mean()) <= limit:
         raise Mismatch(f"mean KL {float(package.mean()):.3g} > {limit:.3g}", figures)
     return figures

@@ -225,6 +225,7 @@ class Talk:
             return
         found = near_exact(expected, got, maximum)
         self._figures["max"] = max(float(self._figures.get("max", 0.0)), float(found["max"]))
+        self._figures["bound"] = bound(maximum)
 
     def about(self, run: Callable[[Talk], None]) -> Mapping[str, Figure]:
         """The figures of all calls of a check.

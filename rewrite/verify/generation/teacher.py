@@ -96,6 +96,7 @@ def judged(truth: Scores, own: Scores, new: Scores) -> dict[str, Figure]:
     agreement = _agreement(truth, own), _agreement(truth, new)
     change = abs(new.perplexity / own.perplexity - 1)
     figures: dict[str, Figure] = {
+        "bound": bound("kl mean") * float(already.mean()),
         "KL mean": float(moved.mean()),
         "KL mean, original's own": float(already.mean()),
         "KL 99.9%": float(moved.quantile(0.999)),
@@ -106,7 +107,7 @@ def judged(truth: Scores, own: Scores, new: Scores) -> dict[str, Figure]:
         "tokens": int(truth.targets.numel()),
     }
     for name, value, limit in (
-        ("mean KL", figures["KL mean"], bound("kl mean") * float(already.mean())),
+        ("mean KL", figures["KL mean"], float(figures["bound"])),
         ("99.9% KL", figures["KL 99.9%"], bound("kl 99.9%") * float(already.quantile(0.999))),
         ("top-1 loss", agreement[0] - agreement[1], bound("top-1 agreement")),
         ("perplexity change", change, bound("perplexity")),

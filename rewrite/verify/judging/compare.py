@@ -173,7 +173,12 @@ def near_exact(
         raise NotRun("the scenario produced no tensor")
     worst = max(errors, key=lambda error: error.relative_max)
     rms = max(error.relative_rms for error in errors)
-    figures: dict[str, Figure] = {"max": worst.relative_max, "rms": rms, "tensors": len(errors)}
+    figures: dict[str, Figure] = {
+        "max": worst.relative_max,
+        "bound": bound(maximum),
+        "rms": rms,
+        "tensors": len(errors),
+    }
     loudest = max(errors, key=lambda error: error.relative_rms).name
     text = ""
     if not worst.relative_max <= bound(maximum):
@@ -192,7 +197,10 @@ def near_exact(
     same_names(expected, truth)
     for (name, tensor), error in zip(expected.items(), errors, strict=True):
         own = measure(name, truth[name], tensor).relative_max
-        if not error.relative_max <= max(bound(maximum), bound("fp64 roundings") * own):
+        allowed = max(bound(maximum), bound("fp64 roundings") * own)
+        if error is worst:
+            figures["bound"] = allowed
+        if not error.relative_max <= allowed:
             raise Mismatch(f"{text}; the original's own roundings to fp32 make {own:.3g}", figures)
     return figures | _as_far_as_the_original((truth, expected, found), more, text, figures)
 

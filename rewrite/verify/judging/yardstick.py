@@ -104,22 +104,26 @@ class Pool:
             self.draws + other.draws,
         )
 
-    @property
-    def figures(self) -> dict[str, Figure]:
-        """How far both are off."""
+    def largest_allowed(self, eps: float) -> float:
+        """The bound of the rewritten side's largest error."""
+        return bound("yardstick max") * self.original.largest + bound("yardstick max floor") * eps * self.peak
+
+    def figures(self, eps: float) -> dict[str, Figure]:
+        """How far both are off; `bound` is that of the ratio of the largest errors."""
         own, new = self.original, self.rewritten
         figures: dict[str, Figure] = {
             "rms": new.rms,
             "original rms": own.rms,
             "rms ratio": _ratio(new.rms, own.rms),
             "max ratio": _ratio(new.largest, own.largest),
+            "bound": _ratio(self.largest_allowed(eps), own.largest),
         }
         return figures | ({"draws": self.draws} if self.draws > 1 else {})
 
     def problem(self, eps: float, times: float = 1.0) -> str:
         """What exceeds its bound, or so many times its bound, in words; nothing if nothing does."""
         own, new = self.original, self.rewritten
-        largest = bound("yardstick max") * own.largest + bound("yardstick max floor") * eps * self.peak
+        largest = self.largest_allowed(eps)
         typical = bound("yardstick rms") * own.rms + bound("yardstick rms floor") * eps
         unit = f"(× RMS, {self.draws} draws)" if self.draws > 1 else "(× RMS)"
         if not new.largest <= times * largest:
@@ -146,7 +150,7 @@ def compare(
     runs = Runs(truth, original, rewritten)
     pools = _pools(runs, routed)
     _judge(pools, eps)
-    return _figures(pools) | {"bit-equal": _equal(runs)}
+    return _figures(pools, eps) | {"bit-equal": _equal(runs)}
 
 
 def compare_draws(draw: Callable[[int], Runs], eps: float, routed: bool) -> dict[str, Figure]:
@@ -163,7 +167,7 @@ def compare_draws(draw: Callable[[int], Runs], eps: float, routed: bool) -> dict
     first = draw(0)
     pools = _pools(first, routed)
     if not any(pool.problem(eps) for pool in pools.values()):
-        return _figures(pools) | {"bit-equal": _equal(first)}
+        return _figures(pools, eps) | {"bit-equal": _equal(first)}
     for number in range(1, DRAWS):
         if number == FEW_DRAWS:
             _judge(pools, eps, bound("plainly beyond"))
@@ -173,18 +177,18 @@ def compare_draws(draw: Callable[[int], Runs], eps: float, routed: bool) -> dict
             continue
         pools = {kind: pool.with_more(more[kind]) if kind in more else pool for kind, pool in pools.items()}
     _judge(pools, eps)
-    return _figures(pools) | {"bit-equal": False}
+    return _figures(pools, eps) | {"bit-equal": False}
 
 
 def _judge(pools: Pools, eps: float, times: float = 1.0) -> None:
     for kind, pool in pools.items():
         if problem := pool.problem(eps, times):
-            raise Mismatch(f"{kind}: {problem}; {pool.where}", pool.figures)
+            raise Mismatch(f"{kind}: {problem}; {pool.where}", pool.figures(eps))
 
 
-def _figures(pools: Pools) -> dict[str, Figure]:
+def _figures(pools: Pools, eps: float) -> dict[str, Figure]:
     kind = "logits" if "logits" in pools else next(iter(pools))
-    return pools[kind].figures
+    return pools[kind].figures(eps)
 
 
 def _equal(runs: Runs) -> bool:
