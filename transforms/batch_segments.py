@@ -10,7 +10,7 @@ import libcst as cst
 from rewrite.analysis.effects import effects_of
 from rewrite.analysis.sites.segments import Loop, NotSegments, Segments, loops_over_pieces, segments
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
-from rewrite.analysis.syntax.replacement import call_statement, name_is_free, with_call
+from rewrite.analysis.syntax.replacement import call_statement, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 ATTENTION, WEIGHTS = "segment_attention", "segment_attention_weights"
@@ -53,7 +53,6 @@ class BatchSegments(Transform):
         "other_reader": "something else reads the pieces, the results, or a name that the loop binds",
         "other_join": "the results are not concatenated along the sequence",
         "order": "nothing proves that the calls may run where their results are concatenated",
-        "name_taken": "the file has a name of the operator's own",
     }
 
     def candidates(self, module: Module) -> Iterator[Candidate]:
@@ -76,8 +75,6 @@ class BatchSegments(Transform):
         except NotSegments as error:
             return Skip(error.reason, error.detail)
         operator = WEIGHTS if found.weights else ATTENTION
-        if not name_is_free(operator, module, function):
-            return Skip("name_taken", operator)
         return Found(_edits(found, operator, module), (f"attention.{operator}",))
 
 

@@ -55,7 +55,6 @@ class FuseAddNorm(Transform):
         "statement_between": "it is not proven that the norm may be computed before what stands between the two",
         "order": "the order of evaluation would change, and it is not proven that nothing notices",
         "in_place": "the add writes into a tensor that other names may share",
-        "name_taken": "the file has a name of its own that the new code would call",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -163,7 +162,7 @@ def _add_forward(classes: list[ClassInfo], module: Module) -> tuple[list[Edit] |
         existing = module.method(info, "add_forward")
         if existing is not None and _KERNEL in module.code(existing):
             continue
-        if existing is not None or not is_runtime_name(_KERNEL, module):
+        if existing is not None:
             return None, []
         edits.append(Edit(forward, (forward, _method(call.arguments, module))))
         uses.append(f"norms.{_KERNEL}")

@@ -16,7 +16,6 @@ from rewrite.analysis.sites.products import products_in
 from rewrite.analysis.sites.strides import reads_of
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.syntax.nodes import block_of, expression
-from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 
@@ -54,7 +53,6 @@ class FuseGatedActivation(Transform):
         "writes_gate": "the activation writes its argument in place",
         "not_proven": "the factors, or what stands between them, may write what the other reads",
         "other_form": "the activation or the product is written in a form that the operator does not take",
-        "name_taken": "the file has a name `gated_activation` of its own",
     }
 
     def candidates(self, module: Module) -> Iterator[Candidate]:
@@ -77,10 +75,6 @@ class FuseGatedActivation(Transform):
         gated = next((g for g in gated_products(scope) if g.product.node is candidate.node), None)
         if gated is None or gated.gate is None or _is_number(gated.other):
             return Skip("other_form", module.code(candidate.node))
-        if not name_is_free("gated_activation", module, method) or not effects_of(module).names.is_free(
-            "gated_activation"
-        ):
-            return Skip("name_taken")
         if (skip := _unsafe(gated, scope)) is not None:
             return skip
         attribute = self_attribute(gated.function)

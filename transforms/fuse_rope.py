@@ -11,7 +11,7 @@ from rewrite.analysis.effects import effects_of, why_unsure
 from rewrite.analysis.sites.rope import Rotation, other_part, rotations, same_rotation
 from rewrite.analysis.sites.turning import looks_turning
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
-from rewrite.analysis.syntax.replacement import call_statement, name_is_free, returning
+from rewrite.analysis.syntax.replacement import call_statement, returning
 from rewrite.analysis.terms.computation import NotComputable, body
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
@@ -52,7 +52,6 @@ class FuseRope(Transform):
         "two_ways": "queries and keys are turned in two ways",
         "rebound": "a name that the body reads may mean something else than what the file defines",
         "compiled": "a decorator compiles the source of the function, which cannot call `rotary` then",
-        "name_taken": "the file has a name `rotary` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -92,8 +91,6 @@ class FuseRope(Transform):
         if len(found) == 2 and not same_rotation(*found):
             return Skip("two_ways")
         name = "rotary" if len(found) == 2 else "rotary_single"
-        if not name_is_free(name, module, function):
-            return Skip("name_taken")
         indent = module.indentation(function) + 4
         call = call_statement("return ", name, _arguments(found), module, indent=indent)
         return Found((Edit(function, (returning(function, call),)),), (f"attention.{name}",))

@@ -61,7 +61,6 @@ class NativeGQA(Transform):
         "other_expansion": "what makes the tensor longer is not the repetition of heads, or was not understood",
         "rebound": "the name of the expanding function may mean another function",
         "never_called": "the file defines the expanding function and does not use it",
-        "name_taken": "the file has a name `grouped_matmul`, `grouped_attention` or `native_gqa` of its own",
     }
 
     def candidates(self, module: Module) -> Iterator[Candidate]:

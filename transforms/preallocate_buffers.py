@@ -27,7 +27,7 @@ from rewrite.analysis.syntax.nodes import (
     parameters,
     single_assignments,
 )
-from rewrite.analysis.syntax.replacement import name_is_free, with_call
+from rewrite.analysis.syntax.replacement import with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 
@@ -72,7 +72,6 @@ class PreallocateBuffers(Transform):
         "not_a_number": "nothing shows that the value put on the device is a number",
         "may_overflow": "the number may be beyond the dtype: `torch.tensor` makes that infinite, a fill refuses it",
         "not_a_tensor": "nothing shows that what is indexed is a tensor",
-        "name_taken": "the file has a name `rotary_rows` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -112,8 +111,6 @@ class PreallocateBuffers(Transform):
             return Skip("no_cache")
         if reckoned := reckoned_positions(expression(arguments[1]), candidate.label, function, module):
             return Skip("other_positions", reckoned)
-        if not name_is_free("rotary_rows", module, function):
-            return Skip("name_taken")
         all_arguments = [module.code(call.func), *arguments[:2], cache, *arguments[2:]]
         old, new = with_call(call, "rotary_rows", all_arguments, module)
         return Found((Edit(old, (new,)),), ("attention.rotary_rows",))

@@ -90,7 +90,6 @@ class StaticCache(Transform):
         "other_subscript": "something beside whole dimensions stands in front of the slice",
         "host_test": "a branch depends on the number of cached tokens",
         "no_cache": "the size depends on a number of cached tokens whose cache is not at hand",
-        "name_taken": "the file has a name of its own that the loop's mixin, `key_length` or a mark of the class has",
     }
     needs: ClassVar[Mapping[str, str]] = {
         "no_kv_cache": "a cache among what `forward` takes",
@@ -128,11 +127,7 @@ class StaticCache(Transform):
         if not isinstance(candidate.node, cst.Call):
             raise TypeError("a candidate is a class, a call, a subscript or a test")
         sized = sized_argument(candidate.node, known, module)
-        return (
-            _range(candidate.node, known, module)
-            if sized is None
-            else _size(candidate.node, sized, known, module, method)
-        )
+        return _range(candidate.node, known, module) if sized is None else _size(candidate.node, sized, known, module)
 
     def _with_mixin(self, info: ClassInfo, module: Module) -> Found | Skip:
         skip = _skip(info, module)
@@ -143,8 +138,6 @@ class StaticCache(Transform):
             raise TypeError(f"{info.name} has no GenerationMixin")
         windowed = keeps_unmasked_window(info, module)
         marks = _marks(info, module, windowed)
-        if not all(name_is_free(name.partition("(")[0], module) for name in marks):
-            return Skip("name_taken")
         edits, found_uses = [_in_bases(info, base, module, marks)], ["decode.GraphGeneration"]
         found_uses += [_use(mark) for mark in marks]
         method = info.methods.get("prepare_inputs_for_generation")
@@ -255,7 +248,7 @@ def _skip(info: ClassInfo, module: Module) -> Skip | None:
         return Skip(*hindered)
     if (cut := cut_by_length(module)) is not None:
         return Skip("mask_by_length", cut)
-    return None if name_is_free("GraphGeneration", module) else Skip("name_taken")
+    return None
 
 
 def _range(call: cst.Call, known: Lengths, module: Module) -> Found | Skip:
@@ -309,15 +302,12 @@ def _size(
     sized: tuple[cst.BaseExpression, cst.BaseExpression, str],
     known: Lengths,
     module: Module,
-    method: cst.FunctionDef,
 ) -> Found | Skip:
     """Turn the size `past + n` into `key_length(past_key_values, past, n)`."""
     size, length, more = sized
     cache = known.cache(length, module)
     if cache is None:
         return Skip("no_cache", module.code(length))
-    if not name_is_free("key_length", module, method):
-        return Skip("name_taken")
     asked = expression(f"key_length({cache}, {module.code(length)}, {more})")
     arguments = [module.code(replace_nodes(argument, {id(size): (asked,)})).rstrip(", ") for argument in call.args]
     old, new = with_call(call, module.code(call.func), arguments, module)

@@ -27,7 +27,7 @@ from rewrite.analysis.syntax.nodes import (
     single_assignments,
 )
 from rewrite.analysis.syntax.proposal import Candidate, Edit, Found, Skip
-from rewrite.analysis.syntax.replacement import call_statement, name_is_free
+from rewrite.analysis.syntax.replacement import call_statement
 from rewrite.analysis.terms.spelling import Term
 
 REASONS: Mapping[str, str] = {
@@ -41,7 +41,6 @@ REASONS: Mapping[str, str] = {
     "block_is_left": "the block may be left between the calls",
     "not_proven": "what stands between the calls may write what they read",
     "strides_read": "a result is read in a way that a slice of a larger tensor does not allow",
-    "name_taken": "the file has a name `packed_linear` of its own",
 }
 
 _PLAIN_LINEAR = ("torch.nn.Linear", "torch.nn.modules.linear.Linear")
@@ -144,10 +143,6 @@ def merge(group: Group, module: Module) -> Found | Skip:
     """Return the edits that make one `packed_linear` of the group's calls, or why that would not be safe."""
     if (skip := _unsafe(group, module)) is not None:
         return skip
-    if not name_is_free("packed_linear", module, group.method) or not effects_of(module).names.is_free(
-        "packed_linear"
-    ):
-        return Skip("name_taken")
     scope = effects_of(module).scope(group.method, group.owner)
     reads = relied_on(scope, group.calls)
     if reads.problem:
