@@ -47,12 +47,8 @@ class BatchSegments(Transform):
     summary = "Attention to each image or window of a packed sequence is one call for each length, not for each piece."
     numerics = Numerics.REORDERED
     reasons: ClassVar[Mapping[str, str]] = {
-        "other_turn": "a turn does something else than to call the attention function that the configuration names",
-        "other_pieces": "queries, keys and values are not split along the sequence by the same sizes",
-        "depends_on_turn": "another argument of the call depends on the turn, or does something when it is evaluated",
-        "other_reader": "something else reads the pieces, the results, or a name that the loop binds",
-        "other_join": "the results are not concatenated along the sequence",
-        "order": "nothing proves that the calls may run where their results are concatenated",
+        "other_turn": "the loop does something else than to call the attention function that the configuration names "
+        "for pieces and to concatenate the results, or nothing proves that the calls may run together",
     }
 
     def candidates(self, module: Module) -> Iterator[Candidate]:
@@ -73,7 +69,7 @@ class BatchSegments(Transform):
         try:
             found = segments(node, effects_of(module).scope(function, owner))
         except NotSegments as error:
-            return Skip(error.reason, error.detail)
+            return Skip("other_turn", error.detail)
         operator = WEIGHTS if found.weights else ATTENTION
         return Found(_edits(found, operator, module), (f"attention.{operator}",))
 

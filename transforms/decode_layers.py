@@ -76,9 +76,7 @@ class DecodeLayers(Transform):
         "other_heads": "heads are split or normalised in another way",
         "other_rotation": "queries and keys are rotated in another way",
         "not_linear": "a projection is not built as a plain nn.Linear",
-        "attention_argument": "the attention function is given an argument that a step does not have, by a model too",
         "window_differs": "the mask's window is not surely the one that the attention function is told",
-        "mask_changed": "the model changes a mask before its layers get it, or what it is told is padding",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:

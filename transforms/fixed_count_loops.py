@@ -47,7 +47,6 @@ class FixedCountLoops(Transform):
     stage = Stage.GRAPH
     reasons: ClassVar[Mapping[str, str]] = {
         "per_item": "the loop has one turn an image, clip or sequence, and their number is data",
-        "other_use": "the loop uses the expert's number for something other than choosing weights",
         "other_loop": "the loop over hit experts has another shape",
         "not_proven": "the number of turns of the `while` could not be proven",
     }
@@ -79,7 +78,7 @@ class FixedCountLoops(Transform):
         try:
             loop = expert_loop(candidate.node, method, owner, module)
         except NotALoop as error:
-            return Skip("other_use" if error.other_use else "other_loop", error.what)
+            return Skip("other_loop", error.what)
         return Found(_edits(loop), ("moe.routed", "moe.select"))
 
 

@@ -69,10 +69,8 @@ class FuseExperts(Transform):
     after = ("fuse_gate_up", "fuse_gated_activation")
     reasons: ClassVar[Mapping[str, str]] = {
         "experts_layout": "the experts are a list, or may be of a class of another file",
-        "other_call": "the experts are called with something else than hidden states, index and weights",
         "experts_form": "the experts are ungated, normed after, or gated in a way that no form says",
         "other_block": "the block does something else than to route, compute experts and add",
-        "router_not_in_file": "the router is no class of the file",
         "block_stays": "no block that calls the router has a method for one token, so nobody would ask for its rule",
         "other_router": "the router computes something else than a softmax or sigmoid and its largest; it is called",
     }
@@ -144,7 +142,7 @@ def _call(call: cst.Call, attribute: str, info: ClassInfo, module: Module) -> Fo
         return unusual
     given = _given(call, classes_of(info, attribute, module) or [])
     if given is None:
-        return Skip("other_call", module.code(call))
+        return Skip("other_block", module.code(call))
     first, *rest = (module.code(value) for value in given)
     fused = expression(f"fused_experts({', '.join([first, f'self.{attribute}', *rest])})")
     return Found((Edit(call, (fused,)),), ("moe.fused_experts",))
@@ -258,7 +256,7 @@ def _block(info: ClassInfo, module: Module) -> Found | Skip:
         return unusual
     routers = classes_of(info, found.router, module)
     if routers is None:
-        return Skip("router_not_in_file", found.router)
+        return Skip("other_router", f"what self.{found.router} holds is no class of the file")
     for router in routers:  # the runtime asks a router for its rule
         if (taken := why_taken(router, "rule", module)) is not None:
             return Skip("name_taken", taken)

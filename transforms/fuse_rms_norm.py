@@ -45,7 +45,6 @@ class FuseRmsNorm(Transform):
         "control_flow": "the body has a statement that a fused norm has no place for",
         "not_proven": "what the body computes, or besides computing it does, is not certain",
         "second_tensor": "another tensor takes part, as in a gated norm",
-        "other_dimension": "the mean is taken over another dimension than the last",
         "product_in_input_dtype": "the input is multiplied before it is brought to fp32, in another way than T5's",
         "other_computation": "the body is a norm, but none of the computations that `rms_norm` offers",
     }

@@ -49,9 +49,7 @@ class FuseRope(Transform):
     reasons: ClassVar[Mapping[str, str]] = {
         "control_flow": "the body has a statement that the fused rotation has no place for",
         "other_computation": "the body is none of the rotations that `rotary` offers",
-        "two_ways": "queries and keys are turned in two ways",
         "rebound": "a name that the body reads may mean something else than what the file defines",
-        "compiled": "a decorator compiles the source of the function, which cannot call `rotary` then",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -76,7 +74,7 @@ class FuseRope(Transform):
 
     def _read(self, function: cst.FunctionDef, owner: ClassInfo | None, module: Module) -> Found | Skip:
         if (compiled := _compiled(function, module)) is not None:
-            return Skip("compiled", compiled)
+            return Skip("rebound", f"`{compiled}` compiles the source of the function")
         if unsure := why_unsure(effects_of(module), function, owner):
             return Skip("rebound", unsure)
         try:
@@ -89,7 +87,7 @@ class FuseRope(Transform):
         if (listed := _listed(function, module)) is not None:
             return Skip("other_computation", f"a list where `rotary` gives a tuple: {listed}")
         if len(found) == 2 and not same_rotation(*found):
-            return Skip("two_ways")
+            return Skip("other_computation", "queries and keys are turned in two ways")
         name = "rotary" if len(found) == 2 else "rotary_single"
         indent = module.indentation(function) + 4
         call = call_statement("return ", name, _arguments(found), module, indent=indent)

@@ -57,8 +57,8 @@ class MultiplyPatches(Transform):
     summary: ClassVar[str] = "A convolution whose kernels lie side by side, as of patches, is one product."
     numerics: ClassVar[Numerics] = Numerics.REORDERED
     reasons: ClassVar[Mapping[str, str]] = {
-        "not_convolution": "the layer may be something else than a plain convolution of torch",
-        "overlapping": "padding, dilation or groups are given",
+        "not_convolution": "the layer may be something else than a plain convolution of torch, or has padding, "
+        "dilation or groups",
         "other_call": "the layer is called with other arguments",
     }
 
@@ -81,7 +81,7 @@ class MultiplyPatches(Transform):
         if not plain or candidate.label in names.tampered:
             return Skip("not_convolution", candidate.label)
         if not all(isinstance(value, cst.Call) and _is_plain(value) for value in values):
-            return Skip("overlapping", candidate.label)
+            return Skip("not_convolution", candidate.label)
         argument = only_argument(call)
         if argument is None or isinstance(argument, cst.GeneratorExp):
             return Skip("other_call", candidate.label)

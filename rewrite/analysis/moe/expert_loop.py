@@ -25,9 +25,9 @@ _LAST = (constant(-1), _ONE)
 class NotALoop(Exception):
     """The loop is none of those that can be changed."""
 
-    def __init__(self, what: str, other_use: bool = False):
+    def __init__(self, what: str):
         super().__init__(what)
-        self.what, self.other_use = what, other_use
+        self.what = what
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def expert_loop(node: cst.For, method: cst.FunctionDef, owner: ClassInfo | None,
         raise NotALoop(f"{used[0]} is used elsewhere")
     _check_turns([s for s in node.body.body if not any(s is done for done in opening.statements)], scope)
     if late := sorted(scope.of(node).binds & _read_after(node, method, module)):
-        raise NotALoop(f"{late[0]} of the last turn is read after the loop", other_use=True)
+        raise NotALoop(f"{late[0]} of the last turn is read after the loop")
     return ExpertLoop(
         node=node,
         search=(search,),
@@ -141,7 +141,7 @@ def _check_turns(rest: Sequence[cst.CSTNode], scope: Scope) -> None:
         effect = scope.of(statement)
         written = {name for name in effect.writes if not _is_own(name, scope)}
         if effect.stores or HEAP in scope.memory(written):
-            raise NotALoop(scope.module.code(statement).strip().splitlines()[0], other_use=True)
+            raise NotALoop(scope.module.code(statement).strip().splitlines()[0])
 
 
 def _is_own(name: str, scope: Scope) -> bool:
@@ -331,7 +331,7 @@ def _choices(rest: Sequence[cst.CSTNode], expert: str, module: Module) -> tuple[
         subscript = module.parent(element)
         alone = isinstance(index, cst.Index) and isinstance(subscript, cst.Subscript) and len(subscript.slice) == 1
         if not alone or not isinstance(subscript, cst.Subscript):
-            raise NotALoop(_first_line(module.statement(use), module), other_use=True)
+            raise NotALoop(_first_line(module.statement(use), module))
         chosen.append(subscript)
     return tuple(chosen)
 
