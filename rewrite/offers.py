@@ -131,8 +131,6 @@ def chunked_loss(loss_function, *arguments, **keywords):
     Offer("selective_scan_step", "mixers/selective_scan_step", shapes="[B, P, N], [B, P] -> [B, P]"),
     Offer("state_space_step", "mixers/state_space_step", shapes="[B, H, P, N], [B, H, P] -> [B, H, P]"),
     Offer("chosen_experts", "moe/every_expert", shapes="[E N, H] -> [E N, H]"),
-    Offer("ExpertParts", "moe/expert_list"),
-    Offer("add_experts", "moe/expert_list", shapes="[…, H], […, H] -> bool"),
     Offer("fused_experts", "moe/experts", shapes="[…, H] -> […, H]"),
     Offer("ExpertsForm", "moe/form"),
     Offer("routed", "moe/routed"),

@@ -55,7 +55,9 @@ class Stage(enum.Enum):
 
 COMMON_REASONS: Mapping[str, str] = {
     "loses_comment": "rewriting would drop a comment",
+    "name_taken": "the file has a name of its own that the new code would call, or a method would be called",
 }
+"""Reasons of every transform. The engine looks at what is written: comments, and the names in `Found.uses`."""
 
 
 class Transform(ABC):
@@ -68,7 +70,7 @@ class Transform(ABC):
     summary: ClassVar[str]
     numerics: ClassVar[Numerics]
     reasons: ClassVar[Mapping[str, str]]
-    """Every reason that `match` may skip with, and what it means."""
+    """Every reason that `match` may skip with beside `COMMON_REASONS`, and what it means."""
     after: ClassVar[tuple[str, ...]] = ()
     """Names of the transforms whose output this one reads."""
     on_request: ClassVar[bool] = False

@@ -53,6 +53,8 @@ BLOCK_IN_FP64 = 1e-10
 
 # Norms and sums of a whole small model in fp32, in another order: a few roundings of each of its layers, relative.
 WHOLE_FORWARD_IN_FP32 = 2e-5
+# Logits of single steps beside those of the whole sequence, relative: attention sums over a cache with empty slots.
+STEPS_IN_FP32 = 1e-4
 
 
 # A sum of gradients rounds after each term, and autograd adds the terms of another expression in another order.

@@ -10,7 +10,7 @@ import libcst as cst
 from rewrite.analysis.effects import effects_of
 from rewrite.analysis.sites.segments import Loop, NotSegments, Segments, loops_over_pieces, segments
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
-from rewrite.analysis.syntax.replacement import call_statement, name_is_free, with_call
+from rewrite.analysis.syntax.replacement import call_statement, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 ATTENTION, WEIGHTS = "segment_attention", "segment_attention_weights"
@@ -47,13 +47,8 @@ class BatchSegments(Transform):
     summary = "Attention to each image or window of a packed sequence is one call for each length, not for each piece."
     numerics = Numerics.REORDERED
     reasons: ClassVar[Mapping[str, str]] = {
-        "other_turn": "a turn does something else than to call the attention function that the configuration names",
-        "other_pieces": "queries, keys and values are not split along the sequence by the same sizes",
-        "depends_on_turn": "another argument of the call depends on the turn, or does something when it is evaluated",
-        "other_reader": "something else reads the pieces, the results, or a name that the loop binds",
-        "other_join": "the results are not concatenated along the sequence",
-        "order": "nothing proves that the calls may run where their results are concatenated",
-        "name_taken": "the file has a name of the operator's own",
+        "other_turn": "the loop does something else than to call the attention function that the configuration names "
+        "for pieces and to concatenate the results, or nothing proves that the calls may run together",
     }
 
     def candidates(self, module: Module) -> Iterator[Candidate]:
@@ -74,10 +69,8 @@ class BatchSegments(Transform):
         try:
             found = segments(node, effects_of(module).scope(function, owner))
         except NotSegments as error:
-            return Skip(error.reason, error.detail)
+            return Skip("other_turn", error.detail)
         operator = WEIGHTS if found.weights else ATTENTION
-        if not name_is_free(operator, module, function):
-            return Skip("name_taken", operator)
         return Found(_edits(found, operator, module), (f"attention.{operator}",))
 
 

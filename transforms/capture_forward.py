@@ -8,7 +8,6 @@ from typing import ClassVar
 import libcst as cst
 
 from rewrite.analysis.syntax.module import ClassInfo, Module
-from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _BASE = "CapturedForward"
@@ -50,7 +49,6 @@ class CaptureForward(Transform):
     stage = Stage.GRAPH
     reasons: ClassVar[Mapping[str, str]] = {
         "own_call": "the class has a `__call__` of its own",
-        "name_taken": "the file has a name `CapturedForward` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -67,8 +65,6 @@ class CaptureForward(Transform):
             raise TypeError(f"{info.name} has no PreTrainedModel")
         if "__call__" in info.methods:
             return Skip("own_call")
-        if not name_is_free(_BASE, module):
-            return Skip("name_taken")
         bases = []
         for argument in info.node.bases:
             if argument is base:

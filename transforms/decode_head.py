@@ -11,7 +11,6 @@ from rewrite.analysis.effects import effects_of
 from rewrite.analysis.step.terms import LINEAR
 from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, self_assignments, self_attribute, walk
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression
-from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 
@@ -41,7 +40,6 @@ class DecodeHead(Transform):
     reasons: ClassVar[Mapping[str, str]] = {
         "not_linear": "the head is not built as a plain nn.Linear",
         "other_call": "the head is called with other arguments, or its weight is multiplied without it",
-        "name_taken": "the file has a name `linear` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -66,8 +64,6 @@ class DecodeHead(Transform):
             return Skip("other_call", module.code(call)[:80])
         if not _is_linear(owner, candidate.label, module):
             return Skip("not_linear", candidate.label)
-        if not name_is_free("linear", module, forward):
-            return Skip("name_taken")
         fused = expression(f"linear({module.code(argument)}, self.{candidate.label})")
         return Found((Edit(call, (fused,)),), ("products.linear",))
 

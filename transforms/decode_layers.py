@@ -13,7 +13,7 @@ from rewrite.analysis.step.source import NotWritable, source
 from rewrite.analysis.step.terms import NoStep
 from rewrite.analysis.step.windows import stacked_in
 from rewrite.analysis.syntax.module import ClassInfo, Module
-from rewrite.analysis.syntax.replacement import is_docstring, name_is_free
+from rewrite.analysis.syntax.replacement import is_docstring
 from rewrite.analysis.terms.spelling import Term, make
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
@@ -76,10 +76,7 @@ class DecodeLayers(Transform):
         "other_heads": "heads are split or normalised in another way",
         "other_rotation": "queries and keys are rotated in another way",
         "not_linear": "a projection is not built as a plain nn.Linear",
-        "attention_argument": "the attention function is given an argument that a step does not have, by a model too",
         "window_differs": "the mask's window is not surely the one that the attention function is told",
-        "mask_changed": "the model changes a mask before its layers get it, or what it is told is padding",
-        "name_taken": "the file has a name of its own that the new code would call",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -100,9 +97,6 @@ class DecodeLayers(Transform):
         except NotWritable as error:
             return Skip("other_layer", error.what)
         uses = {use for method in methods for use in method.uses} | {"cache.decodes"}
-        forwards = [method.after for method in methods]
-        if not all(name_is_free(use.split(".")[1], module, *forwards) for use in uses):
-            return Skip("name_taken")
         edits = [method.edit(module) for method in methods if method.after is not layer.forward]
         own = next(method for method in methods if method.after is layer.forward)
         return Found((*edits, Edit(layer.forward, (_guarded(layer, module), own.node(module)))), tuple(sorted(uses)))

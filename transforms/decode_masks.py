@@ -20,7 +20,6 @@ from rewrite.analysis.syntax.nodes import (
     parameters,
     single_assignments,
 )
-from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _MASK = "attention_mask"
@@ -62,7 +61,6 @@ class DecodeMasks(Transform):
     reasons: ClassVar[Mapping[str, str]] = {
         "layer_without_decode": "a layer that takes the mask has no method for one new token, or not always one",
         "mask_read": "the mask is read by more than the calls of layers",
-        "name_taken": "the file has a name `needs_no_mask` or `decodes` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -94,8 +92,6 @@ class DecodeMasks(Transform):
         if (reader := flow.other_reader(call)) is not None:
             return Skip("mask_read", reader)
         test = "needs_no_mask" if _is_plain(call, forward) and flow.passed <= {_MASK} else "decodes"
-        if not name_is_free(test, module, forward):
-            return Skip("name_taken")
         return Found((Edit(call, (_unless(test, cache, call, module),)),), (f"cache.{test}",))
 
 

@@ -12,7 +12,6 @@ from rewrite.analysis.loops.integration_loop import NotBounded, turns
 from rewrite.analysis.moe.expert_loop import ExpertLoop, NotALoop, expert_loop
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.nodes import calls_in, given_names, replace_nodes, single_assignments
-from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _PER_ITEM = m.Call(func=m.Attribute(attr=m.Name("tolist")), args=[])
@@ -48,10 +47,8 @@ class FixedCountLoops(Transform):
     stage = Stage.GRAPH
     reasons: ClassVar[Mapping[str, str]] = {
         "per_item": "the loop has one turn an image, clip or sequence, and their number is data",
-        "other_use": "the loop uses the expert's number for something other than choosing weights",
         "other_loop": "the loop over hit experts has another shape",
         "not_proven": "the number of turns of the `while` could not be proven",
-        "name_taken": "the file has a name `routed` or `select` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -81,9 +78,7 @@ class FixedCountLoops(Transform):
         try:
             loop = expert_loop(candidate.node, method, owner, module)
         except NotALoop as error:
-            return Skip("other_use" if error.other_use else "other_loop", error.what)
-        if not all(name_is_free(taken, module, method) for taken in ("routed", "select")):
-            return Skip("name_taken")
+            return Skip("other_loop", error.what)
         return Found(_edits(loop), ("moe.routed", "moe.select"))
 
 

@@ -82,7 +82,6 @@ class Fp8(Transform):
     )  # fmt: skip
     reasons: ClassVar[Mapping[str, str]] = {
         "other_call": "a projection is called with other arguments than its input",
-        "name_taken": "the file has a name of its own that the new code would call",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -99,13 +98,11 @@ class Fp8(Transform):
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
         """Replace the function's name, or the call of the module by one of the function."""
         if candidate.where in module.classes:
-            return _with_base(candidate.node, bases()[candidate.label], module)
+            return _with_base(candidate.node, bases()[candidate.label])
         owner, name = candidate.where.split(".")
         method = module.classes[owner].methods[name]
         sites = _sites(module.classes[owner], method, module)
         site = next(site for site in sites if site.call is candidate.node)
-        if not name_is_free(site.new.split(".")[1], module, method):
-            return Skip("name_taken")
         call = site.call
         attribute = called_attribute(call)
         if attribute is None:
@@ -128,11 +125,8 @@ def _base(node: cst.BaseExpression, module: Module) -> str | None:
     return name if name in bases() and name_is_free(name, module) else None
 
 
-def _with_base(base: cst.CSTNode, new: str, module: Module) -> Found | Skip:
-    name = new.split(".")[1]
-    if not name_is_free(name, module):
-        return Skip("name_taken")
-    return Found((Edit(base, (cst.Name(name),)),), (new,))
+def _with_base(base: cst.CSTNode, new: str) -> Found:
+    return Found((Edit(base, (cst.Name(new.split(".")[1]),)),), (new,))
 
 
 def _sites(info: ClassInfo, method: cst.FunctionDef, module: Module) -> Iterator[_Site]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import libcst as cst
 
 from rewrite.analysis.effects import Scope, before, effects_of, union, why_not_move
-from rewrite.analysis.sites.as_written import is_runtime_name, is_set_once
+from rewrite.analysis.sites.as_written import is_set_once
 from rewrite.analysis.sites.norms import runtime_norm
 from rewrite.analysis.sites.pairing import fused
 from rewrite.analysis.sites.residual import Pair, is_fused, norm_classes, pairs
@@ -52,10 +52,8 @@ class FuseAddNorm(Transform):
         "norm_not_fused": "the norm is a class whose computation the runtime does not offer together with an add",
         "unknown_norm": "what is called may be something else than one norm of the sum",
         "conditional": "the norm is computed under a condition or more than once, the sum is not",
-        "statement_between": "it is not proven that the norm may be computed before what stands between the two",
-        "order": "the order of evaluation would change, and it is not proven that nothing notices",
+        "order": "it is not proven that the norm may be computed right after the sum, in the order of the new call",
         "in_place": "the add writes into a tensor that other names may share",
-        "name_taken": "the file has a name of its own that the new code would call",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -86,8 +84,6 @@ class FuseAddNorm(Transform):
 
 
 def _refusal(pair: Pair, info: ClassInfo, module: Module) -> Skip | None:
-    if not is_runtime_name("add_norm", module, pair.function):
-        return Skip("name_taken")
     if pair.reason:
         return Skip(pair.reason, pair.detail)
     scope = effects_of(module).scope(pair.function, info)
@@ -103,7 +99,7 @@ def _refusal(pair: Pair, info: ClassInfo, module: Module) -> Skip | None:
     if (around := _may_catch(pair, module)) is not None:
         return Skip("order", f"`{around}` around it would see other locals where the norm fails")
     why = _why_not_before(pair, scope)
-    return Skip("statement_between", why) if why is not None else None
+    return Skip("order", why) if why is not None else None
 
 
 def _why_not_before(pair: Pair, scope: Scope) -> str | None:
@@ -163,7 +159,7 @@ def _add_forward(classes: list[ClassInfo], module: Module) -> tuple[list[Edit] |
         existing = module.method(info, "add_forward")
         if existing is not None and _KERNEL in module.code(existing):
             continue
-        if existing is not None or not is_runtime_name(_KERNEL, module):
+        if existing is not None:
             return None, []
         edits.append(Edit(forward, (forward, _method(call.arguments, module))))
         uses.append(f"norms.{_KERNEL}")

@@ -24,7 +24,7 @@ from rewrite.analysis.step.own_methods import is_own_method, why_taken
 from rewrite.analysis.syntax.methods import TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, self_attribute, walk
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, parameters
-from rewrite.analysis.syntax.replacement import call_statement, line, name_is_free
+from rewrite.analysis.syntax.replacement import call_statement, line
 from rewrite.analysis.terms.computation import NotComputable
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
@@ -69,13 +69,10 @@ class FuseExperts(Transform):
     after = ("fuse_gate_up", "fuse_gated_activation")
     reasons: ClassVar[Mapping[str, str]] = {
         "experts_layout": "the experts are a list, or may be of a class of another file",
-        "other_call": "the experts are called with something else than hidden states, index and weights",
         "experts_form": "the experts are ungated, normed after, or gated in a way that no form says",
         "other_block": "the block does something else than to route, compute experts and add",
-        "router_not_in_file": "the router is no class of the file",
         "block_stays": "no block that calls the router has a method for one token, so nobody would ask for its rule",
         "other_router": "the router computes something else than a softmax or sigmoid and its largest; it is called",
-        "name_taken": "the file has a name of its own that the new code would call",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -145,9 +142,7 @@ def _call(call: cst.Call, attribute: str, info: ClassInfo, module: Module) -> Fo
         return unusual
     given = _given(call, classes_of(info, attribute, module) or [])
     if given is None:
-        return Skip("other_call", module.code(call))
-    if not name_is_free("fused_experts", module, info.methods["forward"]):
-        return Skip("name_taken")
+        return Skip("other_block", module.code(call))
     first, *rest = (module.code(value) for value in given)
     fused = expression(f"fused_experts({', '.join([first, f'self.{attribute}', *rest])})")
     return Found((Edit(call, (fused,)),), ("moe.fused_experts",))
@@ -158,8 +153,6 @@ def _every(found: EveryExpert, info: ClassInfo, module: Module) -> Found | Skip:
     for experts in classes_of(info, attribute, module) or []:
         if (taken := why_taken(experts, "form", module)) is not None:
             return Skip("name_taken", taken)
-    if not name_is_free("chosen_experts", module, info.methods["forward"]):
-        return Skip("name_taken")
     given = f"{module.code(found.call.args[0].value)}, self.{attribute}, {found.scores}, {found.top_k}"
     fused = expression(f"chosen_experts({given})")
     return Found((Edit(found.call, (fused,)),), ("moe.chosen_experts",))
@@ -209,8 +202,6 @@ def _experts(info: ClassInfo, module: Module) -> Found | Skip:
     if (taken := why_taken(info, "form", module)) is not None:
         return Skip("name_taken", taken)
     forward = info.methods["forward"]
-    if not name_is_free("ExpertsForm", module, forward):
-        return Skip("name_taken")
     statement = call_statement("return ", "ExpertsForm", list(given), module)
     uses = ("moe.ExpertsForm",)
     method = Method(forward, "form", {}, "ExpertsForm", "Returns what these experts compute.", (statement,), uses)
@@ -245,8 +236,6 @@ def _router(info: ClassInfo, module: Module) -> Found | Skip:
     except NotComputable as error:
         return Skip("other_router", error.what)
     forward = info.methods["forward"]
-    if not name_is_free("RoutingRule", module, forward):
-        return Skip("name_taken")
     statement = call_statement("return ", "RoutingRule", list(given), module)
     uses = ("moe.RoutingRule",)
     takes = dict.fromkeys(parameters(forward)[2:], TENSOR)
@@ -267,7 +256,7 @@ def _block(info: ClassInfo, module: Module) -> Found | Skip:
         return unusual
     routers = classes_of(info, found.router, module)
     if routers is None:
-        return Skip("router_not_in_file", found.router)
+        return Skip("other_router", f"what self.{found.router} holds is no class of the file")
     for router in routers:  # the runtime asks a router for its rule
         if (taken := why_taken(router, "rule", module)) is not None:
             return Skip("name_taken", taken)
@@ -276,8 +265,6 @@ def _block(info: ClassInfo, module: Module) -> Found | Skip:
     shared = _shared_method(info, found, module)
     method = _method(info, found, shared is not None, module)
     uses = {*method.uses, *(() if shared is None else shared.uses)}
-    if not all(name_is_free(use.split(".")[1], module, info.methods["forward"]) for use in uses):
-        return Skip("name_taken")
     edits = [method.edit(module)]
     if shared is not None and not _has_decode(info, found, module):
         edits.append(shared.edit(module))

@@ -16,7 +16,6 @@ from rewrite.analysis.sites.products import products_in
 from rewrite.analysis.sites.strides import reads_of
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.syntax.nodes import block_of, expression
-from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 
@@ -49,12 +48,8 @@ class FuseGatedActivation(Transform):
     numerics: ClassVar[Numerics] = Numerics.REORDERED
     after: ClassVar[tuple[str, ...]] = ("fuse_gate_up", "fuse_gated_norm", "fuse_qkv")
     reasons: ClassVar[dict[str, str]] = {
-        "activation_read_twice": "the activated gate is also read elsewhere",
-        "values_change": "a value that the product reads is written between the activation and the product",
-        "writes_gate": "the activation writes its argument in place",
-        "not_proven": "the factors, or what stands between them, may write what the other reads",
-        "other_form": "the activation or the product is written in a form that the operator does not take",
-        "name_taken": "the file has a name `gated_activation` of its own",
+        "not_proven": "the activation, the factors, or what stands between them, may write what another reads",
+        "other_form": "the activation or the product is in a form that the operator does not take, or read elsewhere",
     }
 
     def candidates(self, module: Module) -> Iterator[Candidate]:
@@ -77,10 +72,6 @@ class FuseGatedActivation(Transform):
         gated = next((g for g in gated_products(scope) if g.product.node is candidate.node), None)
         if gated is None or gated.gate is None or _is_number(gated.other):
             return Skip("other_form", module.code(candidate.node))
-        if not name_is_free("gated_activation", module, method) or not effects_of(module).names.is_free(
-            "gated_activation"
-        ):
-            return Skip("name_taken")
         if (skip := _unsafe(gated, scope)) is not None:
             return skip
         attribute = self_attribute(gated.function)
@@ -120,7 +111,7 @@ def _unsafe(gated: Gated, scope: Scope) -> Skip | None:
     assert gated.gate is not None
     activated, gate, other = (scope.of(node) for node in (gated.activated, gated.gate, gated.other))
     if scope.memory(activated.writes) - scope.memory(gate.writes):
-        return Skip("writes_gate", scope.module.code(gated.activated))
+        return Skip("not_proven", scope.module.code(gated.activated))
     if activated.anything and not gate.anything:
         return Skip("not_proven", activated.anything)
     if gated.local is not None and (skip := _local_stays(gated, scope, activated)) is not None:
@@ -147,14 +138,14 @@ def _local_stays(gated: Gated, scope: Scope, activated: Effect) -> Skip | None:
     if held(local, scope) is not gated.activated or not _is_all_of(line):
         return Skip("other_form", module.code(line))
     if sum(_reads_from(line, read, scope) for read in reads_of(local.value, scope)) != 1:
-        return Skip("activation_read_twice", local.value)
+        return Skip("other_form", f"`{local.value}` is read elsewhere")
     block = list(block_of(line, module))
     after = block[next(i for i, statement in enumerate(block) if statement is line) + 1 :]
     past = between(scope, after[0], gated.product.node) if after else None
     if past is None:
-        return Skip("values_change", "the product stands in another block")
+        return Skip("not_proven", "the product stands in another block")
     if (why := why_not_move(scope, activated, replace(past, leaves=frozenset()))) is not None:
-        return Skip("not_proven" if past.anything or activated.anything else "values_change", why)
+        return Skip("not_proven", why)
     return None
 
 

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.sites.as_written import is_runtime_name
 from rewrite.analysis.sites.gated_norms import gated_norm_call
 from rewrite.analysis.sites.mean_squares import norm_places
 from rewrite.analysis.sites.norms import NotProven
@@ -49,7 +48,6 @@ class FuseGatedNorm(Transform):
         "control_flow": "the body has a statement that a fused norm has no place for",
         "not_proven": "what the body computes, or besides computing it does, is not certain",
         "other_computation": "the body is none of the computations that `gated_norm` offers",
-        "name_taken": "the file has a name of the operator's own",
     }
 
     def candidates(self, module: Module) -> Iterator[Candidate]:
@@ -73,8 +71,8 @@ class FuseGatedNorm(Transform):
         if arguments is None:
             return Skip("other_computation")
         function = place.function
-        if not is_runtime_name(OPERATOR, module, function) or not name_is_free(RESULT, module, function):
-            return Skip("name_taken")
+        if not name_is_free(RESULT, module, function):
+            return Skip("name_taken", RESULT)
         first = next(line for line in function.body.body if not is_docstring(line))
         assert isinstance(first, cst.BaseStatement)
         asks = call_statement(f"{RESULT} = ", OPERATOR, arguments, module)

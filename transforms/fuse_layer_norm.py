@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from rewrite.analysis.sites.as_written import is_runtime_name
 from rewrite.analysis.sites.mean_squares import norm_places
 from rewrite.analysis.sites.norms import NotProven, computed, layer_norm_call, said
 from rewrite.analysis.syntax.module import Module
@@ -43,7 +42,6 @@ class FuseLayerNorm(Transform):
         "control_flow": "the body has a statement that a fused norm has no place for",
         "not_proven": "what the body computes, or besides computing it does, is not certain",
         "other_computation": "the body is a LayerNorm, but not the computation that `layer_norm` offers",
-        "name_taken": "the file has a name `layer_norm` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -63,7 +61,5 @@ class FuseLayerNorm(Transform):
             return Skip("other_computation", said(term))
         if isinstance(call, NotProven):
             return Skip("not_proven", call.what)
-        if not is_runtime_name(call.function, module, place.function):
-            return Skip("name_taken")
         new = returning(place.function, call_statement("return ", call.function, call.given, module))
         return Found((Edit(place.function, (new,)),), ("norms.layer_norm",))

@@ -59,7 +59,6 @@ class FuseLoss(Transform):
         "other_use": "the logits are used for something else than a scale, a cap, the loss and the output",
         "written": "what makes the logits may be written in place before they are read",
         "own_loss": "the class has a loss function of its own",
-        "name_taken": f"the file has a name `{HEAD}` or `{LOSS}` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -81,8 +80,6 @@ class FuseLoss(Transform):
             return Skip("other_call", module.code(call)[:80])
         if labels.value not in parameters(method):
             return Skip("other_call", f"`{labels.value}` is no argument of {name}")
-        if not all(is_runtime_name(used, module, method) for used in (HEAD, LOSS)):
-            return Skip("name_taken")
         names = effects_of(module).names
         family = {other.name: other for other in (info, *names.owners(info), *names.heirs(info))}
         if any("loss_function" in {*other.methods, *other.assigned} for other in family.values()):

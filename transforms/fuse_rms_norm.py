@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from rewrite.analysis.sites.as_written import is_runtime_name
 from rewrite.analysis.sites.mean_squares import Place, norm_places
 from rewrite.analysis.sites.norms import NotProven, computed, rms_norm_call, rms_norm_obstacle, runtime_norm, said
 from rewrite.analysis.syntax.module import Module
@@ -46,10 +45,8 @@ class FuseRmsNorm(Transform):
         "control_flow": "the body has a statement that a fused norm has no place for",
         "not_proven": "what the body computes, or besides computing it does, is not certain",
         "second_tensor": "another tensor takes part, as in a gated norm",
-        "other_dimension": "the mean is taken over another dimension than the last",
         "product_in_input_dtype": "the input is multiplied before it is brought to fp32, in another way than T5's",
         "other_computation": "the body is a norm, but none of the computations that `rms_norm` offers",
-        "name_taken": "the file has a name `rms_norm` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -72,8 +69,6 @@ class FuseRmsNorm(Transform):
             return Skip(rms_norm_obstacle(term), said(term))
         if isinstance(call, NotProven):
             return Skip("not_proven", call.what)
-        if not is_runtime_name(call.function, module, place.function):
-            return Skip("name_taken")
         new = returning(place.function, call_statement("return ", call.function, call.given, module))
         return Found((Edit(place.function, (new,)),), ("norms.rms_norm",))
 

@@ -11,7 +11,7 @@ from rewrite.analysis.effects import effects_of, why_unsure
 from rewrite.analysis.sites.rope import Rotation, other_part, rotations, same_rotation
 from rewrite.analysis.sites.turning import looks_turning
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
-from rewrite.analysis.syntax.replacement import call_statement, name_is_free, returning
+from rewrite.analysis.syntax.replacement import call_statement, returning
 from rewrite.analysis.terms.computation import NotComputable, body
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
@@ -49,10 +49,7 @@ class FuseRope(Transform):
     reasons: ClassVar[Mapping[str, str]] = {
         "control_flow": "the body has a statement that the fused rotation has no place for",
         "other_computation": "the body is none of the rotations that `rotary` offers",
-        "two_ways": "queries and keys are turned in two ways",
         "rebound": "a name that the body reads may mean something else than what the file defines",
-        "compiled": "a decorator compiles the source of the function, which cannot call `rotary` then",
-        "name_taken": "the file has a name `rotary` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -77,7 +74,7 @@ class FuseRope(Transform):
 
     def _read(self, function: cst.FunctionDef, owner: ClassInfo | None, module: Module) -> Found | Skip:
         if (compiled := _compiled(function, module)) is not None:
-            return Skip("compiled", compiled)
+            return Skip("rebound", f"`{compiled}` compiles the source of the function")
         if unsure := why_unsure(effects_of(module), function, owner):
             return Skip("rebound", unsure)
         try:
@@ -90,10 +87,8 @@ class FuseRope(Transform):
         if (listed := _listed(function, module)) is not None:
             return Skip("other_computation", f"a list where `rotary` gives a tuple: {listed}")
         if len(found) == 2 and not same_rotation(*found):
-            return Skip("two_ways")
+            return Skip("other_computation", "queries and keys are turned in two ways")
         name = "rotary" if len(found) == 2 else "rotary_single"
-        if not name_is_free(name, module, function):
-            return Skip("name_taken")
         indent = module.indentation(function) + 4
         call = call_statement("return ", name, _arguments(found), module, indent=indent)
         return Found((Edit(function, (returning(function, call),)),), (f"attention.{name}",))

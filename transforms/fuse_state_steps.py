@@ -50,7 +50,6 @@ class FuseStateSteps(Transform):
     stage = Stage.STEP
     reasons: ClassVar[Mapping[str, str]] = {
         "other_form": "the function computes something else than the operators for states do",
-        "name_taken": "the file has a name of the operator's own",
     }
 
     def candidates(self, module: Module) -> Iterator[Candidate]:
@@ -69,8 +68,8 @@ class FuseStateSteps(Transform):
         if found is None:
             return Skip("other_form")
         operator, arguments = found
-        if not all(name_is_free(name, module, function) for name in (operator, RESULT)):
-            return Skip("name_taken", operator)
+        if not name_is_free(RESULT, module, function):
+            return Skip("name_taken", RESULT)
         code = f"{RESULT} = {operator}({', '.join(arguments)})\nif {RESULT} is not None:\n    return {RESULT}\n"
         lines = cst.parse_module(code).body
         first = next(line for line in function.body.body if not _is_docstring(line))

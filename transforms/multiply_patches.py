@@ -8,7 +8,7 @@ from typing import ClassVar
 import libcst as cst
 
 from rewrite.analysis.effects import effects_of
-from rewrite.analysis.sites.as_written import is_runtime_name, why_replaced
+from rewrite.analysis.sites.as_written import why_replaced
 from rewrite.analysis.sites.linear_calls import only_argument
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in
@@ -57,10 +57,9 @@ class MultiplyPatches(Transform):
     summary: ClassVar[str] = "A convolution whose kernels lie side by side, as of patches, is one product."
     numerics: ClassVar[Numerics] = Numerics.REORDERED
     reasons: ClassVar[Mapping[str, str]] = {
-        "not_convolution": "the layer may be something else than a plain convolution of torch",
-        "overlapping": "padding, dilation or groups are given",
+        "not_convolution": "the layer may be something else than a plain convolution of torch, or has padding, "
+        "dilation or groups",
         "other_call": "the layer is called with other arguments",
-        "name_taken": f"the file has a name `{OPERATOR}` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -82,13 +81,11 @@ class MultiplyPatches(Transform):
         if not plain or candidate.label in names.tampered:
             return Skip("not_convolution", candidate.label)
         if not all(isinstance(value, cst.Call) and _is_plain(value) for value in values):
-            return Skip("overlapping", candidate.label)
+            return Skip("not_convolution", candidate.label)
         argument = only_argument(call)
         if argument is None or isinstance(argument, cst.GeneratorExp):
             return Skip("other_call", candidate.label)
         method = owner.methods[method_name]
-        if not is_runtime_name(OPERATOR, module, method):
-            return Skip("name_taken")
         if why := why_replaced(candidate.label, [argument], owner, effects_of(module).scope(method, owner)):
             return Skip("not_convolution", why)
         old, new = with_call(call, OPERATOR, [module.code(argument), f"self.{candidate.label}"], module)

@@ -56,12 +56,11 @@ class NativeGQA(Transform):
     summary: ClassVar[str] = "Grouped-query attention never repeats keys and values: eager and SDPA, masks included."
     numerics: ClassVar[Numerics] = Numerics.REORDERED
     reasons: ClassVar[dict[str, str]] = {
-        "other_use": "the expanded tensor is read by something other than a matrix product or torch's attention",
-        "values_change": "nothing proves that the tensor is the same at its expansion and at a product that reads it",
+        "other_use": "the expanded tensor is read by something other than a matrix product or torch's attention, or "
+        "nothing proves that it is still the same there",
         "other_expansion": "what makes the tensor longer is not the repetition of heads, or was not understood",
         "rebound": "the name of the expanding function may mean another function",
         "never_called": "the file defines the expanding function and does not use it",
-        "name_taken": "the file has a name `grouped_matmul`, `grouped_attention` or `native_gqa` of its own",
     }
 
     def candidates(self, module: Module) -> Iterator[Candidate]:

@@ -27,7 +27,7 @@ from rewrite.analysis.syntax.nodes import (
     parameters,
     single_assignments,
 )
-from rewrite.analysis.syntax.replacement import name_is_free, with_call
+from rewrite.analysis.syntax.replacement import with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 
@@ -65,14 +65,11 @@ class PreallocateBuffers(Transform):
     reasons: ClassVar[Mapping[str, str]] = {
         "no_cache": "the function that calls the module does not see the cache",
         "reads_input": "the module reads more of its first argument than dtype and device",
-        "keeps_state": "what the module returns may change from call to call",
-        "other_arguments": "the call has other arguments than a tensor, its positions and a layer type",
-        "other_positions": "the positions are reckoned with, and may be none of the cache's slots",
-        "other_result": "the module does not return two tables",
-        "not_a_number": "nothing shows that the value put on the device is a number",
-        "may_overflow": "the number may be beyond the dtype: `torch.tensor` makes that infinite, a fill refuses it",
-        "not_a_tensor": "nothing shows that what is indexed is a tensor",
-        "name_taken": "the file has a name `rotary_rows` of its own",
+        "other_positions": "the positions are reckoned with, and may be none of the cache's slots, or the call has "
+        "other arguments than a tensor, its positions and a layer type",
+        "other_result": "the module does not return two tables, the same at each call",
+        "not_a_number": "nothing shows that the value put on the device is a number that its dtype holds, or that "
+        "what is indexed is a tensor",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -92,7 +89,7 @@ class PreallocateBuffers(Transform):
         call = candidate.node
         if isinstance(call, cst.Subscript):
             if not is_tensor(call, function, module.classes[owner], module):
-                return Skip("not_a_tensor", module.code(call.value))
+                return Skip("not_a_number", module.code(call.value))
             return _as_copy(call, module)
         if isinstance(call, cst.Call) and called_attribute(call) is None:
             return _filled(call, module.classes[owner], module)
@@ -104,16 +101,14 @@ class PreallocateBuffers(Transform):
         if not _reads_only_kind(rotary.methods["forward"]):
             return Skip("reads_input", rotary.name)
         if why := _why_not_constant(rotary, module):
-            return Skip("keeps_state", why)
+            return Skip("other_result", why)
         arguments = _arguments(call, rotary.methods["forward"], module)
         if arguments is None:
-            return Skip("other_arguments", module.code(call))
+            return Skip("other_positions", module.code(call))
         if (cache := passed_cache(function)) is None:
             return Skip("no_cache")
         if reckoned := reckoned_positions(expression(arguments[1]), candidate.label, function, module):
             return Skip("other_positions", reckoned)
-        if not name_is_free("rotary_rows", module, function):
-            return Skip("name_taken")
         all_arguments = [module.code(call.func), *arguments[:2], cache, *arguments[2:]]
         old, new = with_call(call, "rotary_rows", all_arguments, module)
         return Found((Edit(old, (new,)),), ("attention.rotary_rows",))
@@ -130,7 +125,7 @@ def _filled(call: cst.Call, owner: ClassInfo, module: Module) -> Found | Skip:
     dtype, suffix = dtype_of(call), ""
     if not is_held(call, owner, module):
         if dtype is None or not is_rounded(call, owner, module):
-            return Skip("may_overflow", module.code(call.args[0].value))
+            return Skip("not_a_number", module.code(call.args[0].value))
         given["dtype"], suffix = "dtype=torch.float64", f".to({module.code(dtype)})"
     old, new = with_call(call, "torch.full", ["()", *given.values()], module, suffix)
     return Found((Edit(old, (new,)),))

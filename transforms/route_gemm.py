@@ -53,7 +53,6 @@ class RouteGemm(Transform):
     reasons: ClassVar[Mapping[str, str]] = {
         "not_linear": "the layer is not built as a plain nn.Linear",
         "other_call": "the projection is called with other arguments",
-        "name_taken": f"the file has a name `{OPERATOR}` or `{ROUTED_PACKED}` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -73,14 +72,12 @@ class RouteGemm(Transform):
         call = candidate.node
         assert isinstance(call, cst.Call)
         if candidate.label == PACKED:
-            return _routed(call, owner.methods[candidate.where.split(".")[1]], module)
+            return _routed(call, module)
         if candidate.label in effects_of(module).names.tampered or not _is_linear(owner, candidate.label, module):
             return Skip("not_linear", candidate.label)
         argument = only_argument(call) if called_attribute(call) else call.args[0].value
         if argument is None or isinstance(argument, cst.GeneratorExp):
             return Skip("other_call", candidate.label)
-        if not _is_free(OPERATOR, owner.methods["forward"], module):
-            return Skip("name_taken", OPERATOR)
         scope = effects_of(module, plain_containers=True).scope(owner.methods["forward"], owner)
         if why := why_replaced(candidate.label, [argument], owner, scope):
             return Skip("not_linear", why)
@@ -89,16 +86,10 @@ class RouteGemm(Transform):
         return Found((Edit(old, (new,)),), (f"products.{OPERATOR}",))
 
 
-def _routed(call: cst.Call, method: cst.FunctionDef, module: Module) -> Found | Skip:
-    if not _is_free(ROUTED_PACKED, method, module):
-        return Skip("name_taken", ROUTED_PACKED)
+def _routed(call: cst.Call, module: Module) -> Found:
     arguments = [module.code(argument.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for argument in call.args]
     old, new = with_call(call, ROUTED_PACKED, arguments, module)
     return Found((Edit(old, (new,)),), (f"products.{ROUTED_PACKED}",))
-
-
-def _is_free(name: str, method: cst.FunctionDef, module: Module) -> bool:
-    return name_is_free(name, module, method) and effects_of(module).names.is_free(name)
 
 
 def _projections(method: cst.FunctionDef) -> Iterator[tuple[cst.Call, str]]:

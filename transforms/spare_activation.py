@@ -49,7 +49,6 @@ class SpareActivation(Transform):
     after: ClassVar[tuple[str, ...]] = ("decode_layers", "fuse_gated_activation", "static_cache")
     reasons: ClassVar[Mapping[str, str]] = {
         "not_linear": "the projection is not built as a plain nn.Linear",
-        "name_taken": f"the file has a name `{PRODUCT}` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -74,8 +73,6 @@ class SpareActivation(Transform):
         if not values or not plain or candidate.label in names.tampered:
             return Skip("not_linear", candidate.label)
         info, method = module.classes[owner], module.classes[owner].methods[name]
-        if not is_runtime_name(PRODUCT, module, method):
-            return Skip("name_taken")
         factors = [argument.value for argument in inner.args]
         if why := why_replaced(candidate.label, factors, info, effects_of(module).scope(method, info)):
             return Skip("not_linear", why)

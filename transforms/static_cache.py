@@ -80,23 +80,19 @@ class StaticCache(Transform):
     reasons: ClassVar[Mapping[str, str]] = {
         "no_kv_cache": "`forward` takes no cache, nor hands it on among its keywords",
         "other_state": "the file keeps states for which there is no buffer of fixed size",
-        "device_size": "an indexer's number of candidates is known to the device alone",
-        "unmasked_choice": "an indexer may choose slots that hold no token: no mask is seen to be put over its scores",
+        "device_size": "an indexer's number of candidates is known to the device alone, or some may hold no token: no "
+        "mask is seen to be put over its scores",
         "own_cache": "the file makes a cache of a class of its own",
         "mask_by_length": "attention cuts its mask by the number of keys, and a fixed buffer always has all",
         "own_loop": "the class has a part of the generation loop of its own",
-        "other_dtype": "the range has a dtype of its own, in which sums may round",
-        "other_range": "the length of the range or slice depends on the cache, or it has a step",
-        "other_subscript": "something beside whole dimensions stands in front of the slice",
+        "other_range": "the length of the range, size or slice depends on a cache, or it has a step, a dtype of its "
+        "own or something beside whole dimensions in front of it",
         "host_test": "a branch depends on the number of cached tokens",
-        "no_cache": "the size depends on a number of cached tokens whose cache is not at hand",
-        "name_taken": "the file has a name of its own that the loop's mixin, `key_length` or a mark of the class has",
     }
     needs: ClassVar[Mapping[str, str]] = {
         "no_kv_cache": "a cache among what `forward` takes",
         "other_state": "fixed buffers for these states too",
-        "device_size": "a choice among a fixed number of candidates",
-        "unmasked_choice": "a mask over them",
+        "device_size": "a choice among a fixed number of candidates, and a mask over them",
         "own_cache": "fixed buffers for what that cache holds",
         "mask_by_length": "a mask cut at the position of the token",
         "own_loop": "a step that does what this part does",
@@ -128,11 +124,7 @@ class StaticCache(Transform):
         if not isinstance(candidate.node, cst.Call):
             raise TypeError("a candidate is a class, a call, a subscript or a test")
         sized = sized_argument(candidate.node, known, module)
-        return (
-            _range(candidate.node, known, module)
-            if sized is None
-            else _size(candidate.node, sized, known, module, method)
-        )
+        return _range(candidate.node, known, module) if sized is None else _size(candidate.node, sized, known, module)
 
     def _with_mixin(self, info: ClassInfo, module: Module) -> Found | Skip:
         skip = _skip(info, module)
@@ -143,8 +135,6 @@ class StaticCache(Transform):
             raise TypeError(f"{info.name} has no GenerationMixin")
         windowed = keeps_unmasked_window(info, module)
         marks = _marks(info, module, windowed)
-        if not all(name_is_free(name.partition("(")[0], module) for name in marks):
-            return Skip("name_taken")
         edits, found_uses = [_in_bases(info, base, module, marks)], ["decode.GraphGeneration"]
         found_uses += [_use(mark) for mark in marks]
         method = info.methods.get("prepare_inputs_for_generation")
@@ -255,7 +245,7 @@ def _skip(info: ClassInfo, module: Module) -> Skip | None:
         return Skip(*hindered)
     if (cut := cut_by_length(module)) is not None:
         return Skip("mask_by_length", cut)
-    return None if name_is_free("GraphGeneration", module) else Skip("name_taken")
+    return None
 
 
 def _range(call: cst.Call, known: Lengths, module: Module) -> Found | Skip:
@@ -269,7 +259,7 @@ def _range(call: cst.Call, known: Lengths, module: Module) -> Found | Skip:
     if count is None or len(named) != len(rest) or not set(named) <= {"dtype", "device"}:
         return Skip("other_range", module.code(end))
     if named.get("dtype", "torch.long") not in ("torch.long", "torch.int64"):
-        return Skip("other_dtype", named["dtype"])
+        return Skip("other_range", named["dtype"])
     arguments = [count, *(f"{name}={value}" for name, value in named.items())]
     old, new = with_call(call, module.code(call.func), arguments, module, f" + {module.code(start)}")
     return Found((Edit(old, (new,)),))
@@ -290,10 +280,10 @@ def _selection(node: cst.Subscript, known: Lengths, module: Module) -> Found | S
         or not isinstance(start, cst.Name)
         or (len(node.slice) == 1 and not module.code(node.value).startswith("self."))
     ):
-        return Skip("other_subscript", module.code(node))
+        return Skip("other_range", module.code(node))
     names = effects_of(module).names
     if names.is_bound("isinstance") or not names.means("isinstance") or not names.means("torch"):
-        return Skip("other_subscript", "`isinstance` or `torch` may be bound to something else")
+        return Skip("other_range", "`isinstance` or `torch` may be bound to something else")
     count = known.more_than(part.upper, start, module) if part.upper is not None and part.step is None else None
     if count is None:
         return Skip("other_range", module.code(node))
@@ -309,15 +299,12 @@ def _size(
     sized: tuple[cst.BaseExpression, cst.BaseExpression, str],
     known: Lengths,
     module: Module,
-    method: cst.FunctionDef,
 ) -> Found | Skip:
     """Turn the size `past + n` into `key_length(past_key_values, past, n)`."""
     size, length, more = sized
     cache = known.cache(length, module)
     if cache is None:
-        return Skip("no_cache", module.code(length))
-    if not name_is_free("key_length", module, method):
-        return Skip("name_taken")
+        return Skip("other_range", module.code(length))
     asked = expression(f"key_length({cache}, {module.code(length)}, {more})")
     arguments = [module.code(replace_nodes(argument, {id(size): (asked,)})).rstrip(", ") for argument in call.args]
     old, new = with_call(call, module.code(call.func), arguments, module)

@@ -41,6 +41,7 @@ def transforms(json_path: Path | None, quiet: bool) -> int:
 
 def described(transform: Transform) -> dict[str, Any]:
     """Return what a report says of a transform."""
+    from rewrite.transform import COMMON_REASONS
     from rewrite.transforms import is_own
 
     return {
@@ -49,5 +50,5 @@ def described(transform: Transform) -> dict[str, Any]:
         "own": is_own(transform),
         "on_request": transform.on_request,
         "after": list(transform.after),
-        "reasons": dict(transform.reasons),
+        "reasons": {**transform.reasons, **COMMON_REASONS},
     }

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rewrite.analysis.loops.handed_over import always_hands_up, asks_states, generating_parts, hands_up
-from rewrite.transform import Rewritten, Transform, TransformReport
+from rewrite.transform import COMMON_REASONS, Rewritten, Transform, TransformReport
 
 YES = "yes"
 LOOP = "GraphGeneration"
@@ -39,7 +39,7 @@ def _refusals(rule: Transform | None, reports: Iterable[TransformReport]) -> Map
         return {}
     found = {}
     for skip in next(report for report in reports if report.name == rule.name).skipped:
-        reason = rule.reasons.get(skip.reason, skip.reason)
+        reason = {**COMMON_REASONS, **rule.reasons}.get(skip.reason, skip.reason)
         need = rule.needs.get(skip.reason)
         detail = f" ({skip.detail})" if skip.detail else ""
         found[skip.site] = f"no: {reason}{detail}" + (f"; it would take {need}" if need else "")

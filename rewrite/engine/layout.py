@@ -55,15 +55,6 @@ def ruff(arguments: Sequence[str], text: str) -> str | None:
     return done.stdout.decode("utf-8") if done.returncode == 0 else None
 
 
-def ruff_folder(arguments: Sequence[str], folder: str) -> bool:
-    """Let ruff change the files in `folder`, and return whether it could read them all.
-
-    Raises:
-        MissingLibrary: if it is not installed.
-    """
-    return subprocess.run([_program(), *arguments, folder], capture_output=True).returncode == 0
-
-
 @cache
 def _program() -> str:
     try:

@@ -1,7 +1,8 @@
 """Runs transforms over a modeling file: candidates → match → edits, again until nothing matches.
 
 The engine is the only place that changes a tree. It accounts for every candidate, refuses an edit that would drop a
-comment, puts imports in once at the end, and takes out what the rewriting left unused.
+comment or call a name that the file has for something else, puts imports in once at the end, and takes out what the
+rewriting left unused.
 """
 
 from __future__ import annotations
@@ -13,12 +14,24 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from rewrite import collector
+from rewrite.analysis.sites.as_written import is_runtime_name
 from rewrite.analysis.syntax.module import Module, walk
 from rewrite.analysis.syntax.nodes import replace_nodes
 from rewrite.engine import imports, leftovers
 from rewrite.engine.decode_loops import with_loops
 from rewrite.errors import NotConverging, RewriteError, TransformError
-from rewrite.transform import Candidate, Edit, Found, Rewritten, Skip, SkippedSite, Transform, TransformReport, order
+from rewrite.transform import (
+    COMMON_REASONS,
+    Candidate,
+    Edit,
+    Found,
+    Rewritten,
+    Skip,
+    SkippedSite,
+    Transform,
+    TransformReport,
+    order,
+)
 
 MAX_PASSES = 12
 
@@ -116,12 +129,22 @@ def _outcome(transform: Transform, candidate: Candidate, module: Module) -> Foun
     except Exception as error:  # any failure inside a rule is a bug at a named site, never "unchanged"
         raise TransformError(transform.name, candidate.site, f"{type(error).__name__}: {error}") from error
     if isinstance(outcome, Skip):
-        if outcome.reason not in transform.reasons:
+        if outcome.reason not in {*transform.reasons, *COMMON_REASONS}:
             raise TransformError(transform.name, candidate.site, f"undeclared reason '{outcome.reason}'")
         return outcome
+    if (taken := _taken(outcome, module)) is not None:
+        return Skip("name_taken", taken)
     if (lost := _lost_comments(outcome.edits)) is not None:
         return Skip("loses_comment", lost)
     return outcome
+
+
+def _taken(found: Found, module: Module) -> str | None:
+    """Return a name that the new code has of the runtime, and that means something else in the file or around it."""
+    olds = [edit.old for edit in found.edits]
+    around = [node for old in olds for node in (old, *module.ancestors(old)) if isinstance(node, cst.FunctionDef)]
+    names = (use.split(".")[1] for use in found.uses)
+    return next((name for name in names if not is_runtime_name(name, module, *around)), None)
 
 
 def _lost_comments(edits: Sequence[Edit]) -> str | None:

@@ -1,7 +1,7 @@
 """The texts that a package keeps for later: as it was generated, which a merge starts from, and its original.
 
 They lie in one zip file, in which nothing is compressed: the same bytes on every machine, which git packs and reviews
-do not show. Packages of older versions have a file for each.
+do not show.
 """
 
 from __future__ import annotations
@@ -47,16 +47,7 @@ def of_archive(data: bytes, name: str) -> bytes | None:
 def text(folder: Path, name: str) -> bytes | None:
     """Return what the package in `folder` keeps of a file, as it lies there; None if it keeps nothing."""
     path = folder / ARCHIVE
-    if path.is_file():
-        return of_archive(path.read_bytes(), name)
-    older = folder / FOLDER / name
-    return older.read_bytes() if older.is_file() else None
-
-
-def is_as_generated(folder: Path, lock: Lock, name: str) -> bool:
-    """Return whether what a package keeps of a file is what was put there."""
-    places = (ARCHIVE, f"{FOLDER}/{name}")
-    return any(lock.as_generated(folder, place) for place in places if place in lock.files)
+    return of_archive(path.read_bytes(), name) if path.is_file() else None
 
 
 def made_again(folder: Path, lock: Lock, original: bytes | None) -> bytes | None:

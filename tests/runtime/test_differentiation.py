@@ -213,7 +213,6 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 WRITES = "writes a cache in place, which torch transforms for nobody; it asks `wants_gradient` as the others do"
 OTHERS = {
-    "add_experts": "False, and the file's own loop runs, wherever something is differentiated",
     "attend_step": WRITES,
     "decode_attention": WRITES,
     "qkv_step": WRITES,

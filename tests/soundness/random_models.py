@@ -58,57 +58,6 @@ def expert_loops(draw: Draw) -> Case:
     return _filled("loop", "expert_loop", {"body": _LOCALS.format("hidden_states") + body})
 
 
-_ROWS = {
-    "place, token = torch.where(mask[number])": (
-        "place, token = torch.where(mask[number])",
-        "place, token = mask[number].nonzero(as_tuple=True)",
-        "token, place = torch.where(index == number)",
-        "token, place = (number == index).nonzero(as_tuple=True)",
-        "token, place = torch.where(index == number - 1)",
-        "place, token = torch.where(mask[number - 1])",
-        "place, token = torch.where(mask[number])\n    if len(token) == 0:\n        continue",
-    ),
-    "expert(states[token])": (
-        "expert(states[token])", "expert(states[None, token].reshape(-1, 8))", "expert(states.index_select(0, token))",
-        "expert(states[place])", "expert(states[token] + out[token])", "self.experts[number](states[token])",
-    ),
-    "weights[token, place, None]": (
-        "weights[token, place, None]", "weights[token, place].unsqueeze(-1)", "weights[token, number, None]",
-        "weights[token, place, None] * 2", "weights[token].sum(-1, keepdim=True)",
-    ),
-    "out.index_add_(0, token, made)": (
-        "out.index_add_(0, token, made)", "out[token] += made", "out.index_add_(0, token, made.to(out.dtype))",
-        "out.index_copy_(0, token, made)", "out.index_add_(0, token, made, alpha=2)",
-    ),
-    "in enumerate(self.experts)": (
-        "in enumerate(self.experts)", "in enumerate(self.experts[:3])", "in enumerate(reversed(self.experts))",
-    ),
-}  # fmt: skip
-"""Parts of a loop over a list of experts, and what may stand in their place."""
-_EXPERTS = (
-    "return self.down(self.act(self.gate(x)) * self.up(x))",
-    "return self.down(self.up(x) * F.silu(self.gate(x)))",
-    "return self.down(self.act(self.gate(x)) * self.up(x)) + x",
-    "return self.down(self.act(self.gate(x)) * self.up(x * 2))",
-    "gate, up = self.gate(x), self.up(x)\nreturn self.down(self.act(gate) * up)",
-    "return F.dropout(self.down(self.act(self.gate(x)) * self.up(x)), 0.1, self.training)",
-)
-
-
-@st.composite
-def expert_lists(draw: Draw) -> Case:
-    """Return a loop over a list of experts."""
-    body = scaffold("expert_list")[1]["body"]
-    for old, new in _ROWS.items():
-        body = body.replace(old, draw(st.sampled_from((old, old, *new))))
-    if draw(st.integers(0, 3)) == 0:
-        body = _changed(draw, body, Names(("states", "weights"), ("a", "weights")), 1)
-    holes = {"body": _needed(body).format("states") + body, "expert": draw(st.sampled_from((_EXPERTS[0], *_EXPERTS)))}
-    if draw(st.booleans()):
-        holes["inputs"] = "randn(5 * b, 8), integers(4, 5 * b, 2), randn(5 * b, 4)"
-    return _filled("list", "expert_list", holes)
-
-
 _FLOW = """\
 dt = -1.0 / {steps}
 {wrapped}

@@ -105,8 +105,8 @@ def _unmasked(method: cst.FunctionDef, updating: Container[str], module: Module)
         of_torch = names.resolved(call.func) == "torch.topk"
         scores = call.args[0].value if of_torch and call.args else call.func.value  # type: ignore[attr-defined]
         if not _is_masked(scores, given, parameters(method)):
-            return "unmasked_choice", " ".join(module.code(call).split())
-    return None if chosen else ("unmasked_choice", module.code(next(_updates(method, updating))))
+            return "device_size", " ".join(module.code(call).split())
+    return None if chosen else ("device_size", module.code(next(_updates(method, updating))))
 
 
 def _is_masked(node: cst.BaseExpression, given: _Given, handed: list[str], below: tuple[str, ...] = ()) -> bool:

@@ -16,7 +16,7 @@ from rewrite.analysis.terms.spelling import Term, constant, make
 
 _NO_GRAD = m.With(items=[m.WithItem(item=m.Call(func=m.Attribute(attr=m.Name("no_grad"))))])
 _ZERO, _ONE = constant(0), constant(1)
-EXPERT = Term("expert")
+_EXPERT = Term("expert")
 _AS_TUPLE = Term("keyword", (Term("name", (), "True"),), "as_tuple")
 _AS_ROWS = Term("keyword", (Term("name", (), "False"),), "as_tuple")
 _LAST = (constant(-1), _ONE)
@@ -25,9 +25,9 @@ _LAST = (constant(-1), _ONE)
 class NotALoop(Exception):
     """The loop is none of those that can be changed."""
 
-    def __init__(self, what: str, other_use: bool = False):
+    def __init__(self, what: str):
         super().__init__(what)
-        self.what, self.other_use = what, other_use
+        self.what = what
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def expert_loop(node: cst.For, method: cst.FunctionDef, owner: ClassInfo | None,
     reading = _Reading(module, owner, 0, own)
     outside = {name: Term("parameter", (), name) for name in _locals(method) if name != "self"}
     mask, found = _search(search, node.iter, outside, reading)
-    opening = _opening(node, {**found, node.target.value: EXPERT}, mask, reading)
+    opening = _opening(node, {**found, node.target.value: _EXPERT}, mask, reading)
     gone = {id(n) for top in (search, node.target, node.iter, *opening.statements) for n in walk(top)}
     kept = [n for n in walk(method.body) if id(n) not in gone]
     expert = _expert_name(node.target.value, opening, kept)
@@ -120,8 +120,8 @@ def expert_loop(node: cst.For, method: cst.FunctionDef, owner: ClassInfo | None,
     if used := sorted(others & {n.value for n in kept if isinstance(n, cst.Name)}):
         raise NotALoop(f"{used[0]} is used elsewhere")
     _check_turns([s for s in node.body.body if not any(s is done for done in opening.statements)], scope)
-    if late := sorted(scope.of(node).binds & read_after(node, method, module)):
-        raise NotALoop(f"{late[0]} of the last turn is read after the loop", other_use=True)
+    if late := sorted(scope.of(node).binds & _read_after(node, method, module)):
+        raise NotALoop(f"{late[0]} of the last turn is read after the loop")
     return ExpertLoop(
         node=node,
         search=(search,),
@@ -139,12 +139,12 @@ def _check_turns(rest: Sequence[cst.CSTNode], scope: Scope) -> None:
     """What a turn does adds to its results only: weights and indices are the same in the next turn."""
     for statement in rest:
         effect = scope.of(statement)
-        written = {name for name in effect.writes if not is_own(name, scope)}
+        written = {name for name in effect.writes if not _is_own(name, scope)}
         if effect.stores or HEAP in scope.memory(written):
-            raise NotALoop(scope.module.code(statement).strip().splitlines()[0], other_use=True)
+            raise NotALoop(scope.module.code(statement).strip().splitlines()[0])
 
 
-def is_own(name: str, scope: Scope) -> bool:
+def _is_own(name: str, scope: Scope) -> bool:
     """Whether a local is nothing but a tensor that the method has made, which weights and indices are no views of."""
     value = scope.single.get(name)
     return value is not None and not scope.value(value).roots
@@ -158,7 +158,7 @@ def _after(node: cst.For, method: cst.FunctionDef, module: Module) -> list[cst.C
     return [line for line in lines[place:] if id(line) not in inside]
 
 
-def read_after(node: cst.For, method: cst.FunctionDef, module: Module) -> set[str]:
+def _read_after(node: cst.For, method: cst.FunctionDef, module: Module) -> set[str]:
     """Return the names that stand after the loop, or around it."""
     return {n.value for top in _after(node, method, module) for n in walk(top) if isinstance(n, cst.Name)}
 
@@ -179,7 +179,7 @@ def _search(block: cst.With, hit: cst.BaseExpression, outside: Bindings, reading
         term = reading.expression(hit, environment)
     except NotComputable as error:
         raise NotALoop(f"the search for the hit experts: {error.what}") from error
-    mask = next((inner for inner in subterms(term) if is_mask(inner)), None)
+    mask = next((inner for inner in subterms(term) if _is_mask(inner)), None)
     if left or mask is None or not _is_hit(term, mask):
         raise NotALoop(f"the hit experts are `{term}`")
     bound = (environment[name] for name in bound_names(block) if name in environment)
@@ -195,7 +195,7 @@ def _only_parts(values: Iterator[Term], wholes: Sequence[Term], reading: _Readin
             raise NotALoop(f"`{value}` is no part of the search")
 
 
-def is_mask(term: Term) -> bool:
+def _is_mask(term: Term) -> bool:
     """Whether a term is `one_hot(index, classes)` with its dimensions in the opposite order."""
     if term.op != "transpose" or len(term.args) != 3:
         return False
@@ -243,16 +243,16 @@ def _opening(node: cst.For, environment: Bindings, mask: Term, reading: _Reading
             if reading.block([statement], environment) is not None:
                 break
         except NotComputable as error:
-            raise NotALoop(f"{first_line(statement, reading.module)}: {error.what}") from error
+            raise NotALoop(f"{_first_line(statement, reading.module)}: {error.what}") from error
         if (names := _token_names(environment, mask)) is not None:
             statements = tuple(node.body.body[: place + 1])
-            tests = [] if limit is None else [make("eq", EXPERT, limit)]
+            tests = [] if limit is None else [make("eq", _EXPERT, limit)]
             new = {name: value for name, value in environment.items() if before.get(name) != value}
             wholes = [*tests, *(environment[name] for name in names)]
             _only_parts((value for value in new.values() if not _is_test(value, limit)), wholes, reading)
             chosen = environment[names[0]].args[0].args[0].args[1]
             return _Opening(statements, environment, chosen, *names, limit)
-    raise NotALoop(first_line(node.body.body[0], reading.module))
+    raise NotALoop(_first_line(node.body.body[0], reading.module))
 
 
 def _limit(statement: cst.If, limit: Term | None, environment: Bindings, reading: _Reading) -> Term:
@@ -260,45 +260,45 @@ def _limit(statement: cst.If, limit: Term | None, environment: Bindings, reading
     test = reading.expression(statement.test, environment)
     alone = m.matches(statement.body, m.IndentedBlock(body=[m.SimpleStatementLine(body=[m.Continue()])]))
     alone = alone or m.matches(statement.body, m.SimpleStatementSuite(body=[m.Continue()]))
-    others = [side for side in test.args if not is_number(side)]
+    others = [side for side in test.args if not _is_number(side)]
     if limit is None and alone and statement.orelse is None and len(others) == 1 and _is_test(test, others[0]):
         return others[0]
-    raise NotALoop(first_line(statement, reading.module))
+    raise NotALoop(_first_line(statement, reading.module))
 
 
 def _is_test(term: Term, limit: Term | None) -> bool:
     """Whether a term says that the expert's number is the limit."""
-    return term.op == "eq" and limit in term.args and any(is_number(side) for side in term.args)
+    return term.op == "eq" and limit in term.args and any(_is_number(side) for side in term.args)
 
 
-def is_number(term: Term) -> bool:
+def _is_number(term: Term) -> bool:
     """Whether a term is the number of the expert, in a tensor or not."""
     while (term.op in ("item", "int") and len(term.args) == 1) or (term.op == "index" and term.args[1:] == (_ZERO,)):
         term = term.args[0]
-    return term == EXPERT
+    return term == _EXPERT
 
 
 def _token_names(environment: Bindings, mask: Term) -> tuple[str, str] | None:
     """Return the locals of position and token: what `torch.where(mask[expert])` returns."""
     for name, value in environment.items():
-        if value.op == "index" and value.args[1:] == (_ZERO,) and finds(value.args[0], mask):
+        if value.op == "index" and value.args[1:] == (_ZERO,) and _finds(value.args[0], mask):
             wanted = Term("index", (value.args[0], _ONE))
             token = next((other for other, given in environment.items() if given == wanted), None)
             return None if token is None else (name, token)
     return None
 
 
-def finds(term: Term, mask: Term) -> bool:
+def _finds(term: Term, mask: Term) -> bool:
     """Whether a term is where the mask of one expert holds: positions and tokens."""
     called = (term.op == "where" and len(term.args) == 1) or (term.op == "nonzero" and term.args[1:] == (_AS_TUPLE,))
     chosen = term.args[0] if called else term
-    return called and chosen.op == "index" and chosen.args[0] == mask and is_number(chosen.args[-1])
+    return called and chosen.op == "index" and chosen.args[0] == mask and _is_number(chosen.args[-1])
 
 
 def _expert_name(target: str, opening: _Opening, kept: Sequence[cst.CSTNode]) -> str:
     """Return the name of the expert's number in the rest of the body."""
     read = {n.value for n in kept if isinstance(n, cst.Name)}
-    names = sorted(name for name, value in opening.locals.items() if name in read and is_number(value))
+    names = sorted(name for name, value in opening.locals.items() if name in read and _is_number(value))
     if len(names) > 1 or any(_plain(opening.locals[name]) != _plain(opening.number) for name in names):
         raise NotALoop(f"the expert's number is {' and '.join(names)}")
     return names[0] if names else target
@@ -331,7 +331,7 @@ def _choices(rest: Sequence[cst.CSTNode], expert: str, module: Module) -> tuple[
         subscript = module.parent(element)
         alone = isinstance(index, cst.Index) and isinstance(subscript, cst.Subscript) and len(subscript.slice) == 1
         if not alone or not isinstance(subscript, cst.Subscript):
-            raise NotALoop(first_line(module.statement(use), module), other_use=True)
+            raise NotALoop(_first_line(module.statement(use), module))
         chosen.append(subscript)
     return tuple(chosen)
 
@@ -340,6 +340,6 @@ def _locals(method: cst.FunctionDef) -> set[str]:
     return {*(p.name.value for p in walk(method.params) if isinstance(p, cst.Param)), *bound_names(method.body)}
 
 
-def first_line(node: cst.CSTNode, module: Module) -> str:
+def _first_line(node: cst.CSTNode, module: Module) -> str:
     """Return the first line of what a node is written as."""
     return module.code(node).strip().splitlines()[0]

@@ -17,8 +17,7 @@ _PARAMETERS = ("torch.nn.Parameter", "torch.nn.Buffer", "torch.nn.parameter.Para
 
 def is_runtime_name(name: str, module: Module, *functions: cst.FunctionDef) -> bool:
     """Whether `name` can mean the runtime's function in `functions`: the file gives it no meaning of its own."""
-    names = effects_of(module).names
-    return name_is_free(name, module, *functions) and (not names.is_bound(name) or name in module.imports)
+    return name_is_free(name, module, *functions) and effects_of(module).names.is_free(name)
 
 
 def why_not_as_written(info: ClassInfo, function: cst.FunctionDef, module: Module) -> str:

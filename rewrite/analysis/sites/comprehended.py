@@ -51,7 +51,7 @@ def merge_comprehended(found: Comprehended, module: Module) -> Found | Skip:
     trial = Module(_with(module.tree, {id(found.line): found.unrolled}))
     groups = [group for group in projection_groups(trial) if _is_of(group, found)]
     if len(groups) != 1:
-        return Skip("other_form", module.code(found.line))
+        return Skip("not_linear", module.code(found.line))
     merged = merge(groups[0], trial)
     if isinstance(merged, Skip):
         return merged

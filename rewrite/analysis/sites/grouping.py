@@ -203,11 +203,11 @@ def _unchanged(reads: Reads, repeated: Repeated, held: Effect) -> None:
     scope, module = repeated.scope, repeated.scope.module
     own = scope.of(repeated.compact) | scope.of(repeated.times)
     if not own.is_pure:
-        raise NotAnExpansion("values_change", own.anything or "its arguments do more than name something")
+        raise NotAnExpansion("other_use", own.anything or "its arguments do more than name something")
     if reads.again:
-        raise NotAnExpansion("values_change", f"`{reads.again}` is bound again")
+        raise NotAnExpansion("other_use", f"`{reads.again}` is bound again")
     if any(isinstance(above, (cst.For, cst.While)) for above in _above(repeated.node, scope)):
-        raise NotAnExpansion("values_change", "it stands in a loop")
+        raise NotAnExpansion("other_use", "it stands in a loop")
     block = repeated.block
     place = next(place for place, s in enumerate(block) if s is repeated.line)
     last = max(n for n, s in enumerate(block) if any(p is node for p in reads.products for node in walk(s)))
@@ -215,16 +215,16 @@ def _unchanged(reads: Reads, repeated: Repeated, held: Effect) -> None:
     inside = [s for s in repeated.guard.body.body if s is not own_line] if repeated.guard is not None else []
     past = union(scope.of(statement) for statement in (*inside, *block[place + 1 : last + 1]))
     if last == place and not _is_direct(repeated, reads):
-        raise NotAnExpansion("values_change", "its own statement reads it in another way")
+        raise NotAnExpansion("other_use", "its own statement reads it in another way")
     past = replace(past, leaves=frozenset())  # where the block is left, nobody misses what was not computed
     if why := why_not_move(scope, held | scope.of(repeated.times), past):
-        raise NotAnExpansion("values_change", why)
+        raise NotAnExpansion("other_use", why)
     if scope.memory(past.writes) & scope.memory(own.reads):  # also where it has a name of its own, which was a copy's
-        raise NotAnExpansion("values_change", "it is written in place before a product reads it")
+        raise NotAnExpansion("other_use", "it is written in place before a product reads it")
     later = union(scope.of(statement) for statement in _behind(block[last], scope))
     if later.anything or scope.memory(later.writes) & scope.memory(own.reads):
         why = later.anything or "it is written in place afterwards"
-        raise NotAnExpansion("values_change", f"{why}, and a gradient would read it, not a copy")
+        raise NotAnExpansion("other_use", f"{why}, and a gradient would read it, not a copy")
 
 
 def _behind(line: cst.CSTNode, scope: Scope) -> Iterator[cst.BaseStatement]:

@@ -173,9 +173,6 @@ def rms_norm_obstacle(term: Term) -> str:
     """Name what tells `term` from the computations of `rms_norm`."""
     if len({t.value for t in subterms(term) if t.op == "parameter"}) > 1:
         return "second_tensor"
-    means = [t for root in _roots(term) for t in subterms(root) if _mean_square(t) is not None]
-    if any(mean.args[1:2] != (constant(-1),) for mean in means):
-        return "other_dimension"
     scaled = (t.args for t in subterms(term) if t.op == "mul")
     if any(factor.op == "parameter" and any(_roots(other) for other in args) for args in scaled for factor in args):
         return "product_in_input_dtype"

@@ -27,21 +27,16 @@ from rewrite.analysis.syntax.nodes import (
     single_assignments,
 )
 from rewrite.analysis.syntax.proposal import Candidate, Edit, Found, Skip
-from rewrite.analysis.syntax.replacement import call_statement, name_is_free
+from rewrite.analysis.syntax.replacement import call_statement
 from rewrite.analysis.terms.spelling import Term
 
 REASONS: Mapping[str, str] = {
-    "not_linear": "a projection is not certainly a plain nn.Linear",
-    "other_form": "a projection is computed by another form of call",
-    "different_blocks": "the calls stand in different blocks, so not all of them run each time",
-    "conditional_call": "a call stands inside a conditional expression, a lambda or a comprehension",
+    "not_linear": "a projection is not certainly a plain nn.Linear, called with its input alone",
+    "different_blocks": "the calls stand in different blocks, or in a condition: not all of them run each time",
     "called_twice": "one projection is called more than once with this argument",
-    "computed_argument": "the argument is itself computed at each call",
-    "argument_changes": "the argument is written between the calls",
-    "block_is_left": "the block may be left between the calls",
-    "not_proven": "what stands between the calls may write what they read",
+    "argument_changes": "the argument is written between the calls, or computed at each",
+    "not_proven": "what stands between the calls may write what they read, or leave the block",
     "strides_read": "a result is read in a way that a slice of a larger tensor does not allow",
-    "name_taken": "the file has a name `packed_linear` of its own",
 }
 
 _PLAIN_LINEAR = ("torch.nn.Linear", "torch.nn.modules.linear.Linear")
@@ -144,10 +139,6 @@ def merge(group: Group, module: Module) -> Found | Skip:
     """Return the edits that make one `packed_linear` of the group's calls, or why that would not be safe."""
     if (skip := _unsafe(group, module)) is not None:
         return skip
-    if not name_is_free("packed_linear", module, group.method) or not effects_of(module).names.is_free(
-        "packed_linear"
-    ):
-        return Skip("name_taken")
     scope = effects_of(module).scope(group.method, group.owner)
     reads = relied_on(scope, group.calls)
     if reads.problem:
@@ -234,16 +225,16 @@ def _cannot_be_ordered(group: Group, module: Module) -> Skip | None:
     if len({id(module.parent(call.statement)) for call in group.calls}) > 1:
         return Skip("different_blocks", text)
     if (call := next((c for c in group.calls if _is_conditional(c, module)), None)) is not None:
-        return Skip("conditional_call", call.attribute)
+        return Skip("different_blocks", call.attribute)
     if any(isinstance(node, (cst.Call, cst.Await, cst.NamedExpr)) for c in group.calls for node in walk(c.argument)):
-        return Skip("computed_argument", text)
+        return Skip("argument_changes", text)
     return None
 
 
 def _odd_projection(group: Group, module: Module) -> Skip | None:
     for call in group.calls:
         if not call.plain:
-            return Skip("other_form", module.code(call.node))
+            return Skip("not_linear", module.code(call.node))
         found = attribute(group.owner, call.attribute, effects_of(module).names)
         if odd := next((v for v in found.values if not _builds_linear(v, module)), None):
             return Skip("not_linear", f"self.{call.attribute} may be {module.code(odd)}")
@@ -279,9 +270,7 @@ def _unordered(group: Group, scope: Scope) -> Skip | None:
 
 
 def _kind_of_conflict(moved: Effect, past: Effect) -> str:
-    if moved.anything or past.anything:
-        return "not_proven"
-    return "block_is_left" if past.leaves else "argument_changes"
+    return "not_proven" if moved.anything or past.anything or past.leaves else "argument_changes"
 
 
 def _between(group: Group, module: Module) -> list[cst.CSTNode]:

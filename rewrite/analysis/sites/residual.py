@@ -159,7 +159,7 @@ def _through_name(pair: Pair, name: str, module: Module) -> Pair | None:
     line: cst.BaseStatement | None = pair.line
     between: list[cst.BaseStatement] = []
     if isinstance(line, cst.SimpleStatementLine) and (before := _on_this_line(line, pair.call)):
-        pair = pair.refused("statement_between", "several statements on one line")
+        pair = pair.refused("order", "several statements on one line")
         if (given := assigned_by(cst.SimpleStatementLine(before), name, module)) is not None:
             return _completed(pair, given, line, [], name) if isinstance(given.value, Sum) else None
     while line is not None:

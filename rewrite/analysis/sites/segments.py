@@ -35,11 +35,10 @@ _APPENDS = m.Expr(
 
 
 class NotSegments(Exception):
-    """A loop is not one call of attention a turn; `reason` is a key of the transform's `reasons`."""
+    """A loop is not one call of attention a turn."""
 
-    def __init__(self, reason: str, detail: str = ""):
+    def __init__(self, detail: str):
         super().__init__(detail)
-        self.reason = reason
         self.detail = detail
 
 
@@ -128,7 +127,7 @@ def segments(loop: Loop, scope: Scope) -> Segments:
         NotSegments: if that is not the attention inside each of them.
     """
     if scope.unknown:
-        raise NotSegments("order", scope.unknown)
+        raise NotSegments(scope.unknown)
     reader = _Reader(loop, scope)
     turn = reader.turn()
     pieces = reader.pieces()
@@ -147,8 +146,8 @@ class _Reader:
     followed: set[str] = field(default_factory=set)
     """The locals that nothing reads but what goes."""
 
-    def refuse(self, reason: str, node: cst.CSTNode) -> NotSegments:
-        return NotSegments(reason, " ".join(self.scope.module.code(node).split())[:80])
+    def refuse(self, node: cst.CSTNode) -> NotSegments:
+        return NotSegments(" ".join(self.scope.module.code(node).split())[:80])
 
     # What a turn does
 
@@ -161,7 +160,7 @@ class _Reader:
             call = _first_of(loop.elt)
             turn = Turn(call) if call is not None and _is_plain(loop.for_in) else None
         if turn is None or not self._is_attention(turn.call.func):
-            raise self.refuse("other_turn", loop.body if isinstance(loop, cst.For) else loop.elt)
+            raise self.refuse(loop.body if isinstance(loop, cst.For) else loop.elt)
         return turn
 
     def _appended(self, loop: cst.For) -> Turn | None:
@@ -204,19 +203,19 @@ class _Reader:
         elements = header.target.elements if isinstance(header.target, (cst.Tuple, cst.List)) else ()
         names = [element.value.value for element in elements if isinstance(element.value, cst.Name)]
         if not isinstance(zipped, cst.Call) or self._resolved(zipped.func) != "zip":
-            raise self.refuse("other_pieces", zipped)
+            raise self.refuse(zipped)
         arguments = zipped.args
         if len(arguments) == 1 and arguments[0].star == "*":
             splits = self._listed(self._value(arguments[0].value))
         elif not any(argument.star or argument.keyword for argument in arguments):
             splits = [self._split(self._value(argument.value)) for argument in arguments]
         else:
-            raise self.refuse("other_pieces", zipped)
+            raise self.refuse(zipped)
         if not len(set(names)) == len(elements) == len(splits):
-            raise self.refuse("other_pieces", header.target)
+            raise self.refuse(header.target)
         sizes = splits[0].sizes
         if not all(split.sizes.deep_equals(sizes) for split in splits) or not self.scope.of(sizes).is_pure:
-            raise self.refuse("other_pieces", sizes)
+            raise self.refuse(sizes)
         return dict(zip(names, splits, strict=True))
 
     def _listed(self, value: cst.BaseExpression) -> list[Split]:
@@ -232,7 +231,7 @@ class _Reader:
             own = m.matches(value.for_in.target, m.Name(split.tensor)) and split.tensor not in names_in([split.sizes])
             if own and elements and len(names) == len(elements):
                 return [Split(name, split.sizes) for name in names]
-        raise self.refuse("other_pieces", value)
+        raise self.refuse(value)
 
     def _split(self, value: cst.BaseExpression) -> Split:
         """Read `torch.split(tensor, sizes, dim=2)` or `tensor.split(sizes, dim=2)`."""
@@ -245,17 +244,17 @@ class _Reader:
         if len(given) == 3 and _is_number(given["dim"], SEQUENCE) and isinstance(given["tensor"], cst.Name):
             if given["tensor"].value in self.scope.locals:
                 return Split(given["tensor"].value, given["split_size_or_sections"])
-        raise self.refuse("other_pieces", value)
+        raise self.refuse(value)
 
     def given(self, call: cst.Call, pieces: Mapping[str, Split]) -> tuple[Split, Split, Split]:
         """Return what queries, keys and values are pieces of; nothing else that the call reads depends on the turn."""
         first = call.args[1:4]
         names = [a.value.value for a in first if isinstance(a.value, cst.Name) and a.keyword is None and not a.star]
         if len(names) != 3 or not all(name in pieces for name in names):
-            raise self.refuse("other_pieces", call)
+            raise self.refuse(call)
         for other in (cst.Arg(call.func), call.args[0], *call.args[4:]):
             if other.star == "*" or names_in([other.value]) & set(pieces) or not self.scope.of(other.value).is_pure:
-                raise self.refuse("depends_on_turn", other.value)
+                raise self.refuse(other.value)
         query, key, value = (pieces[name] for name in names)
         return query, key, value
 
@@ -271,14 +270,14 @@ class _Reader:
         if isinstance(loop, cst.ListComp):
             results = next((name for name, value in self.scope.single.items() if value is loop), "")
         if not results:
-            raise self.refuse("other_join", above)
+            raise self.refuse(above)
         self.gone.append(own)
         self.followed.add(results)
         for name in filter(None, (turn.outputs, turn.weights)):
             self._starts_empty(name)
         readers = [use for use in self._uses(results) if not self._is_inside(use)]
         if len(readers) != 1:
-            raise NotSegments("other_reader", f"`{results}` is read {len(readers)} times")
+            raise NotSegments(f"`{results}` is read {len(readers)} times")
         return self._checked_join(module.parent(readers[0]))
 
     def _starts_empty(self, name: str) -> None:
@@ -293,7 +292,7 @@ class _Reader:
                 if value is not None and m.matches(value, m.List(elements=[])):
                     return self._goes(line)
                 break
-        raise NotSegments("other_reader", f"`{name}` holds something before the loop")
+        raise NotSegments(f"`{name}` holds something before the loop")
 
     def _checked_join(self, argument: cst.CSTNode) -> cst.Call:
         call = self.scope.module.parent(argument)
@@ -301,7 +300,7 @@ class _Reader:
             given = _given(call.args, ("tensors", "dim"), ("axis", "dim"))
             if len(given) == 2 and given["tensors"] is argument.value and _is_number(given["dim"], JOINED):
                 return call
-        raise self.refuse("other_join", call)
+        raise self.refuse(call)
 
     def checked(self, turn: Turn, splits: tuple[Split, Split, Split], join: cst.Call) -> Segments:
         """Return what was found, if it may all be computed where the results are concatenated."""
@@ -311,10 +310,10 @@ class _Reader:
         around = around[: next(i for i, above in enumerate([*around, line]) if isinstance(above, cst.BaseStatement))]
         value = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
         if value is None or any(isinstance(above, _LAZY) for above in around):
-            raise self.refuse("other_join", line)
+            raise self.refuse(line)
         given = _names_of(line) if isinstance(value, cst.Assign) and value.value is join else set()
         if turn.weights and len(given) != 1:
-            raise self.refuse("other_join", line)
+            raise self.refuse(line)
         self._check_names(turn, given)
         self._check_order(line, join)
         block = list(_block(line, module))
@@ -328,10 +327,10 @@ class _Reader:
         if isinstance(loop, cst.For):
             for name in sorted({*names_bound_by(loop), *turn.names} - given):
                 if any(not self._is_inside(use) for use in self._uses(name)):
-                    raise NotSegments("other_reader", f"`{name}` is read outside the loop")
+                    raise NotSegments(f"`{name}` is read outside the loop")
         for statement in self.gone:
             if statement is not loop and (left := _names_of(statement) - self.followed - {turn.weights}):
-                raise NotSegments("other_reader", f"`{min(left)}` is bound beside what the loop reads")
+                raise NotSegments(f"`{min(left)}` is bound beside what the loop reads")
 
     def _check_order(self, line: cst.BaseStatement, join: cst.Call) -> None:
         """Check that what stands between the first and the last of the statements changes nothing that they read."""
@@ -341,9 +340,9 @@ class _Reader:
         own = scope.module.statement(self.loop)
         parts = [*self.gone, line]
         if not all(id(part) in place for part in parts):
-            raise NotSegments("order", "the pieces, the loop and the results stand in several blocks")
+            raise NotSegments("the pieces, the loop and the results stand in several blocks")
         if own is not line and place[id(line)] != place[id(own)] + 1:
-            raise NotSegments("order", "the results are not concatenated right after the loop")
+            raise NotSegments("the results are not concatenated right after the loop")
         first = min(place[id(part)] for part in parts)
         between = [s for s in block[first : place[id(line)]] if not any(s is part for part in parts)]
         effect = union(scope.of(statement) for statement in between)
@@ -352,8 +351,8 @@ class _Reader:
         if replace(effect, binds=kept).is_pure and union(map(scope.of, self._before(join))).is_pure:
             if not any(isinstance(above, (cst.Try, cst.TryStar)) for above in scope.module.ancestors(line)):
                 return
-            raise NotSegments("order", "`try` around it would see other locals where a call fails")
-        raise NotSegments("order", effect.anything or "what stands between them may change what they read")
+            raise NotSegments("`try` around it would see other locals where a call fails")
+        raise NotSegments(effect.anything or "what stands between them may change what they read")
 
     def _before(self, join: cst.Call) -> Iterator[cst.CSTNode]:
         """Yield what the statement of a call evaluates before it."""
@@ -368,7 +367,7 @@ class _Reader:
             return expression
         value = self.scope.single[expression.value]
         if len(self._uses(expression.value)) != 1:
-            raise NotSegments("other_reader", f"`{expression.value}` is read elsewhere")
+            raise NotSegments(f"`{expression.value}` is read elsewhere")
         self.followed.add(expression.value)
         self._goes(self.scope.module.statement(value))
         return self._value(value)

@@ -91,7 +91,7 @@ def assigned_by(statement: cst.CSTNode, name: str, module: Module) -> Assigned |
         if given is None:
             continue
         if len(statement.body) > 1 and isinstance(given.value, Sum):
-            return Assigned(replace(given.value, reason="statement_between", detail="several statements on one line"))
+            return Assigned(replace(given.value, reason="order", detail="several statements on one line"))
         return given if len(statement.body) == 1 else Assigned(None)
     return None
 
@@ -111,14 +111,12 @@ def _by_small(small: cst.BaseSmallStatement, name: str, module: Module) -> Assig
             others = tuple(t.value for t in targets if isinstance(t, cst.Name) and t.value != name)
             value = _value(small.value, module)
             if isinstance(value, Sum) and len(others) != len(targets) - 1:
-                value = replace(value, reason="statement_between", detail="the sum is assigned to more than names")
+                value = replace(value, reason="order", detail="the sum is assigned to more than names")
             return Assigned(value, others)
         for element in _together(targets, small.value, name):
             value = _value(element, module)
             apart = "it is assigned together with others"
-            return Assigned(
-                replace(value, reason="statement_between", detail=apart) if isinstance(value, Sum) else None
-            )
+            return Assigned(replace(value, reason="order", detail=apart) if isinstance(value, Sum) else None)
     return Assigned(None) if name in rebound(small) else None
 
 

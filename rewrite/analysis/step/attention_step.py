@@ -362,9 +362,9 @@ def check_arguments(call: Term, given: Mapping[str, Term], module: Module) -> No
     if "scaling" not in given:
         raise NoStep("other_attention", "the scaling is not given")
     if given.get("dropout", constant(0)) != constant(0):
-        raise NoStep("attention_argument", "dropout that is not only for training")
+        raise NoStep("other_attention", "dropout that is not only for training")
     if unknown := sorted({*given} - {*_SIGNATURE, *KEYWORDS}):
-        raise NoStep("attention_argument", unknown[0])
+        raise NoStep("other_attention", unknown[0])
     check_eager_attention(call.args[0], given, module)
 
 

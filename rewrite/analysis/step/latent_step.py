@@ -150,7 +150,7 @@ def latent_step(
         NoStep: with the reason why that is not what the step's operator computes.
     """
     if given.get("sliding_window", NONE) != NONE or given.get("softcap", NONE) != NONE or "s_aux" in given:
-        raise NoStep("attention_argument", "a window, a soft cap or sinks of latent attention")
+        raise NoStep("other_attention", "a window, a soft cap or sinks of latent attention")
     up, nope, value, update = _expanded(given["key"], given["value"])
     if update.args[0] != Term("parameter", (), CACHE) or any(more.op != "keyword" for more in update.args[4:]):
         raise NoStep("other_attention", "latents do not come from the cache")

@@ -178,9 +178,9 @@ def _windowed(step: TokenStep, layer: LayerStep, info: ClassInfo, module: Module
         return step
     models = stacked_in(info, module)
     if changed := next(filter(None, (mask_changed(model, module) for model in models)), ""):
-        raise NoStep("mask_changed", changed)
+        raise NoStep("other_layer", f"a model changes a mask before its layers get it: {changed}")
     if beside := next(filter(None, (told_beside(model, layer.forward, module) for model in models)), ""):
-        raise NoStep("attention_argument", f"layers are given `{beside}`, which they take no parameter for")
+        raise NoStep("other_layer", f"layers are given `{beside}`, which they take no parameter for")
     place = (step.layer_idx, step.info, models, module)
     window = agreed_window(step.window, *place)
     if window is not None:

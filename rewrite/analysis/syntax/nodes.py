@@ -165,13 +165,6 @@ def _mutated_by_call(call: cst.Call) -> set[str]:
     return mutated
 
 
-def written_names(node: cst.CSTNode) -> set[str]:
-    """Return the local names that evaluating a statement's expressions may write, its own targets left out."""
-    targets = {id(inner) for inner in walk(node) if isinstance(inner, cst.AssignTarget)}
-    values = [inner.value for inner in walk(node) if isinstance(inner, cst.Assign)]
-    return set().union(*(bound_names(value) for value in values)) if targets else bound_names(node)
-
-
 def local_names(function: cst.FunctionDef, module: Module) -> set[str]:
     """Return every name that stands in a function as a name of its own, not as an attribute or a keyword."""
     names = set(parameters(function))

@@ -122,8 +122,7 @@ class _Truth:
 
 def _unpadded(store: Any) -> set[str]:
     """Why texts of several lengths have a graph each; empty where they share one."""
-    kept = vars(store)  # packages of before these were noted have neither
-    return {refusal.reason for name in ("unpadded", "hidden") for refusal in kept.get(name, {}).values()}
+    return {refusal.reason for refusal in (*store.unpadded.values(), *store.hidden.values())}
 
 
 def _unpadded_of_original(bench: Workbench, dtype: str) -> set[str]:

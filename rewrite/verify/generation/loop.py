@@ -108,9 +108,8 @@ class Package:
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:
-        """What a step raises that is not to be captured; older packages lack some."""
-        names = ("StepDiffers", "StepFails", "StepChanges", "StepReads")
-        return tuple(getattr(self.graph, name) for name in names if hasattr(self.graph, name))
+        """What a step raises that is not to be captured."""
+        return (self.graph.StepDiffers, self.graph.StepFails, self.graph.StepChanges, self.graph.StepReads)
 
     @contextlib.contextmanager
     def taken(self, model: Any) -> Iterator[None]:

@@ -25,8 +25,7 @@ def poison_for(model: Any) -> float:
     attentions = [
         module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
     ]
-    names = ("decode_residual", "decode")  # the second in packages made before the first
-    own = bool(attentions) and all(any(hasattr(module, name) for name in names) for module in attentions)
+    own = bool(attentions) and all(hasattr(module, "decode_residual") for module in attentions)
     layers = {type(module) for module in model.modules() if hasattr(module, "decode")}
     return float("nan") if own and all(map(always_steps, layers)) else FINITE_POISON
 
