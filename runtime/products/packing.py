@@ -136,7 +136,7 @@ def unsafe(
             return "not_linear"
         if backend.observed(projection):
             return "observed"
-        weight, bias = projection._parameters.get("weight"), projection._parameters.get("bias")
+        weight, bias = projection._parameters.get("weight"), projection._parameters.get("bias", "deleted")
         if type(weight) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
             return "not_a_plain_parameter"
         assert weight is not None

@@ -66,7 +66,7 @@ def test_by_name_is_the_same_attention(masked: bool, keys: int) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     assert got.is_contiguous()
     assert backends._counts == {"math": 1}
-    assert backends.describe(torch.nn.Module()) == ["attention outside decode steps: 1 by math"]
+    assert backends.describe_process() == ["attention outside decode steps: 1 by math"]
 
 
 def test_attention_that_a_file_writes_itself_is_named_too() -> None:
@@ -245,7 +245,7 @@ def test_what_a_kernel_does_not_take_goes_its_ordinary_way_and_is_counted(monkey
     fake = Torch(monkeypatch, set())
     with use_attention_backend("flash"):
         attend(*states(), None)
-        said = backends.describe(torch.nn.Module())
+        said = backends.describe_process()
     assert [kind for kind, *_ in fake.ran] == ["own"]
     assert backend.fallbacks()[("attention_backend", "flash_refuses")] == 1
     assert said == ["attention: flash was asked for by name"]
