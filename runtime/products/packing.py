@@ -136,7 +136,9 @@ def unsafe(
             return "not_linear"
         if backend.observed(projection):
             return "observed"
-        weight, bias = projection._parameters.get("weight"), projection._parameters.get("bias", "deleted")
+        if "bias" not in projection._parameters:  # it was deleted
+            return "not_a_plain_parameter"
+        weight, bias = projection._parameters.get("weight"), projection._parameters["bias"]
         if type(weight) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
             return "not_a_plain_parameter"
         assert weight is not None

@@ -55,7 +55,7 @@ def test_rows_and_weight_in_8_bits(install: fake_aiter.Install, tag: str) -> Non
     assert fake_aiter.calls["shuffle_weight"] == 2 + 1, "two proofs, one weight"
     assert reasons("gemm_a8w8") == {}
     assert aiter_fp8.nbytes() >= SIZE * COLUMNS
-    assert "weights in its order too" in aiter_fp8.describe(nn.Module())[0]
+    assert "weights in its order too" in aiter_fp8.describe_process()[0]
 
 
 def test_a_copy_in_8_bits_follows_its_weight(install: fake_aiter.Install) -> None:
@@ -158,7 +158,7 @@ def test_blocks(install: fake_aiter.Install, tag: str) -> None:
     assert fake_aiter.calls["gemm_a8w8_blockscale"] == 2 * (1 + 3)
     assert fake_aiter.calls["per_group_quant_hip"] == 2 * (1 + 1), "one for each proof, and one an input"
     assert reasons("gemm_a8w8_blockscale") == {}
-    assert "block-scaled weights in e4m3fnuz too" in aiter_blockscale.describe(layer)[0]
+    assert "block-scaled weights in e4m3fnuz too" in aiter_blockscale.describe_process()[0]
 
 
 def test_a_copy_of_blocks_follows_its_weight(install: fake_aiter.Install) -> None:

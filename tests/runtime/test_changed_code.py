@@ -430,7 +430,7 @@ def test_layers_take_their_second_forms_where_their_code_stands(place: Path) -> 
     assert graph.cache.fused
     generate(ours)
     assert [*store_of(ours).graphs.values()] == [graph]
-    for name in ("a class of the MLPs", "the rotation of the modeling file", "torch's attention"):
+    for name in ("a class of the MLPs", "the rotation of the modeling file"):
         _, ours = sides("llama")
         with CHANGES[name](ours):
             for _ in range(2):
