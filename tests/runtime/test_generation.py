@@ -776,7 +776,9 @@ def test_a_configuration_without_a_number_of_layers_has_no_graph(monkeypatch):
 
 
 def test_every_reason_is_used():
-    text = "".join(inspect.getsource(module) for module in (fitness, generation, loop, plan, shards, step_inputs))
+    text = "".join(
+        inspect.getsource(module) for module in (fitness, generation, graph_store, loop, plan, shards, step_inputs)
+    )
     assert all(f'"{reason}"' in text for reason in reasons.REASONS)
     named = set(re.findall(r'(?:Unfit\(|_refuse\(graph, |"generate", )"(\w+)"', text))
     assert len(named) > 15
