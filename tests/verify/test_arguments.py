@@ -129,7 +129,7 @@ def test_what_was_not_asked_for_is_one_line_where_something_failed() -> None:
     failed = Verdict(False, None, None, "Model0", (), None, "parity", {}, Options(), 1.0, asked=asked)
     lines = render(failed).splitlines()
     assert [line for line in lines if "not verified" in line] == [
-        "not verified: 200 of 250 arguments (verify.json, or --json, lists them)"
+        "not verified: 200 of 250 arguments (--json FILE lists them)"
     ]
     assert "argument_39" in render(failed, verbose=True)
 

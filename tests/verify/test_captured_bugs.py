@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,9 +150,3 @@ def test_an_original_that_counts_its_calls_is_copied_for_its_truth() -> None:
     truth.call("call 0", {"x": torch.ones(2)})
     assert model.calls == 0
     assert [tensor.tolist() for tensor in truth().values()] == [[1.0, 1.0]]
-
-
-def test_a_store_of_an_older_runtime_tells_nothing_of_texts() -> None:
-    assert captured._unpadded(SimpleNamespace()) == set()
-    kept = SimpleNamespace(unpadded={}, hidden={"": SimpleNamespace(reason="differs")})
-    assert captured._unpadded(kept) == {"differs"}
