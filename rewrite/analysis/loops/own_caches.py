@@ -13,11 +13,12 @@ Whether what lies in a cache or an object has a form that stays is seen where it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import libcst as cst
 import libcst.matchers as m
 
+from rewrite.analysis.loops.carried_states import handed_states
 from rewrite.analysis.loops.growing_layers import ASKED, BESIDE, grown, is_of_caches, is_plain, keeps_nothing
 from rewrite.analysis.loops.window import reached
 from rewrite.analysis.syntax.cache_names import PASSED
@@ -39,21 +40,23 @@ def marks_of_caches(info: ClassInfo, module: Module) -> tuple[list[str], str | N
     for kind in module.classes.values():
         if is_of_caches(kind, module):
             marks[kind.name] = _as_cache(kind, info, module) or _as_layer(kind, info, module)
-    for name, made in _made(module):
+    for name, made in _made(module, CACHES):
         if not is_of_caches(made, module):
             marks[made.name] = _as_object(made, name, info, module)
+    if (handed := handed_states(info, module)) is not None and handed not in CACHES:
+        marks |= {made.name: None for _, made in _made(module, (handed,))}  # it is no list of tensors
     if (unknown := next((name for name, mark in marks.items() if mark is None), None)) is not None:
         return [], unknown
     whole = [name for name, mark in marks.items() if mark and not mark.startswith("grows_in_layers")]
     return ([], whole[1]) if len(whole) > 1 else ([mark for mark in marks.values() if mark], None)
 
 
-def _made(module: Module) -> Iterator[tuple[str, ClassInfo]]:
-    """Yield what objects of the file's classes the file gives the names of caches to."""
+def _made(module: Module, names: Collection[str]) -> Iterator[tuple[str, ClassInfo]]:
+    """Yield what objects of the file's classes the file gives some names to."""
     for line in of_kind(module.tree, cst.Assign):
         name = module.qualified(line.value.func) if isinstance(line.value, cst.Call) else ""
         for target in line.targets:
-            if name in module.classes and isinstance(target.target, cst.Name) and target.target.value in CACHES:
+            if name in module.classes and isinstance(target.target, cst.Name) and target.target.value in names:
                 yield target.target.value, module.classes[name]
 
 
@@ -103,7 +106,7 @@ def _as_object(kind: ClassInfo, name: str, info: ClassInfo, module: Module) -> s
     if "__slots__" in {node.value for node in of_kind(kind.node, cst.Name)} or not keeps_nothing(kind):
         return None
     forward = module.method(info, "forward")
-    if forward is None or name not in parameters(forward) or any(one != name for one, _ in _made(module)):
+    if forward is None or name not in parameters(forward) or any(one != name for one, _ in _made(module, CACHES)):
         return None
     given = (argument for call in calls_in(forward.body) for argument in call.args)
     back = any(m.matches(one, m.Arg(value=m.Attribute(attr=m.Name(name)), keyword=m.Name(name))) for one in given)

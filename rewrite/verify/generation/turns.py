@@ -78,7 +78,7 @@ def _looked_up(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     for scale in EMBEDDED:
         pair = loop_pair(bench, variant, "float32")
         _embed_larger(pair, scale)
-        on_original(generate, pair.original, batch, 3, 0, **looked_up)  # some models do not take it at all
+        on_original(generate, pair.original, batch, LONGER, 0, **looked_up)  # some models do not take it
         original = on_original(generate, pair.original, batch, LONGER, 0, do_sample=False, disable_compile=True)
         repeats = _repeats_itself(original.tokens[0].tolist())
         if repeats:

@@ -56,7 +56,7 @@ class Variant:
     @property
     def vocab_size(self) -> int:
         """The number of token ids a prompt may use."""
-        return int(getattr(self.config.get_text_config(), "vocab_size", VOCAB))
+        return int(getattr(self.config.get_text_config(), "vocab_size", None) or VOCAB)
 
     @property
     def routed(self) -> bool:
