@@ -175,7 +175,7 @@ class CheckpointNotUsable(UsageError):
 
 
 EXTRAS = {
-    **dict.fromkeys(("coverage", "torch", "transformers", "triton"), "'hf-rewrite[verify]'"),
+    **dict.fromkeys(("coverage", "hf_rewrite_runtime", "torch", "transformers", "triton"), "'hf-rewrite[verify]'"),
     "huggingface_hub": "'hf-rewrite[hub]'",
     **dict.fromkeys(("jinja2", "matplotlib"), "'hf-rewrite[report]'"),
 }
