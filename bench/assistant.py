@@ -3,9 +3,10 @@
     rewrite llama --out optimized_llama --no-verify
     python bench/assistant.py optimized_llama --shape 8b --assistant 1b --rows 1 4
 
-Both models have random weights whose text is planned, as in `lookup.py`: every token has one successor, far from any
-tie. The assistant's successors are those of the model but for a part of the vocabulary (`--right` is the rest), so
-that a draft is right as often as is asked for, whatever came before. The work of a step does not depend on that.
+Both models have random weights whose text is planned, as in `prompt_lookup.py`: every token has one successor, far
+from any tie. The assistant's successors are those of the model but for a part of the vocabulary (`--right` is the
+rest), so that a draft is right as often as is asked for, whatever came before. The work of a step does not depend on
+that.
 
 Both sides alternate and the median is kept; the tokens are compared. The rounds are counted, with the tokens that each
 gave to a row.
@@ -21,10 +22,10 @@ from pathlib import Path
 import torch
 from lookup import SHAPES, batches_of, compared, counting, model_of
 
-from hf_rewrite_runtime.decode.alignment import Alignment
-from hf_rewrite_runtime.decode.graph import Program
-from hf_rewrite_runtime.decode.graph_store import release_graphs
-from hf_rewrite_runtime.decode.window import RaggedWindow, Window
+from hf_rewrite_runtime.decode.graph_cache import release_graphs
+from hf_rewrite_runtime.decode.step_graph import Program
+from hf_rewrite_runtime.speculative.left_pad_rows import Alignment
+from hf_rewrite_runtime.speculative.verify_step import RaggedWindow, Window
 
 
 def mislead(assistant, follows, right):

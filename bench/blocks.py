@@ -64,8 +64,8 @@ def fp8_models(layers: int, small: bool, device: str) -> tuple[Any, Any, str]:
     torch.set_default_dtype(torch.float32)
     quantization = FineGrainedFP8Config(weight_block_size=(128, 128))
     replace_with_fp8_linear(packed, ["lm_head"], quantization, pre_quantized=True)
-    products = runtime_part("llama", "products/block_linear")
-    formats = runtime_part("llama", "products/blocks")
+    products = runtime_part("llama", "linear/block_linear")
+    formats = runtime_part("llama", "linear/blocks")
     for (_, one), (_, other) in zip(packed.named_modules(), plain.named_modules(), strict=True):
         if type(one).__name__ == "FP8Linear":
             rows, cols = other.weight.shape
@@ -92,7 +92,7 @@ def mxfp4_models(layers: int, small: bool, device: str) -> tuple[Any, Any, str]:
     )  # fmt: skip
     config = GptOssConfig(num_hidden_layers=layers, eos_token_id=None, pad_token_id=0, bos_token_id=0, **sizes)
     module = importlib.import_module("gpt_oss.modeling_gpt_oss")
-    mxfp4, formats = runtime_part("gpt_oss", "moe/mxfp4"), runtime_part("gpt_oss", "products/blocks")
+    mxfp4, formats = runtime_part("gpt_oss", "moe/mxfp4"), runtime_part("gpt_oss", "linear/blocks")
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         plain = module.GptOssForCausalLM(config).eval()
@@ -161,7 +161,7 @@ def measure_one(options: argparse.Namespace) -> None:
             if experts:
                 tiles = tuple(tuple(map(int, tile.split("/"))) for tile in experts.split(","))
                 runtime_part(name, "moe/mxfp4_experts").rule = lambda *sizes, tiles=tiles: tiles
-                runtime_part(name, "decode/graph_store").release_graphs(packed)
+                runtime_part(name, "decode/graph_cache").release_graphs(packed)
                 said(f"tiles of experts: {experts}")
             for batch in (int(part) for part in options.batch.split(",")):
                 ids = torch.randint(1, plain.config.vocab_size, (batch, CONTEXT), device=options.device)
@@ -243,10 +243,10 @@ def fp8_tiles() -> None:
     """Time tiles of the kernels of FP8 layers at 8B widths."""
     import torch
 
-    from hf_rewrite_runtime.core.launch import processors
-    from hf_rewrite_runtime.products import block_linear, block_rows, linear
-    from hf_rewrite_runtime.products.blocks import Blocks
-    from hf_rewrite_runtime.products.prologue import Prologue
+    from hf_rewrite_runtime.launching.launch import processors
+    from hf_rewrite_runtime.linear import block_linear, block_rows, linear
+    from hf_rewrite_runtime.linear.blocks import Blocks
+    from hf_rewrite_runtime.linear.prologue import Prologue
 
     device, copies = "cuda", 8
     for name, rows, cols, kind in (
@@ -313,10 +313,10 @@ def mxfp4_tiles() -> None:
     """Time tiles of the kernels of MXFP4 experts at gpt-oss-20b's widths."""
     import torch
 
+    from hf_rewrite_runtime.linear.blocks import Blocks
     from hf_rewrite_runtime.moe import block_experts as be
     from hf_rewrite_runtime.moe import mxfp4_experts as mx
     from hf_rewrite_runtime.moe.form import ExpertsForm, gating
-    from hf_rewrite_runtime.products.blocks import Blocks
 
     device, copies = "cuda", 4
     experts, hidden, size, top_k = 32, 2880, 2880, 4

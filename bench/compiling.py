@@ -27,13 +27,13 @@ KERNELS = (
 
 def launches(arch: str) -> list[Any]:
     """One launch of each kernel, as on a chip."""
-    from hf_rewrite_runtime.core import launch
+    from hf_rewrite_runtime.launching import launch
     from rewrite.kernels.chips import CHIPS
-    from rewrite.kernels.work import pretended
+    from rewrite.kernels.compile_work import pretended
 
     pretended(CHIPS[arch], launch)
     catalogue = importlib.import_module("rewrite.kernels.catalogue")
-    cases = importlib.import_module("rewrite.kernels.cases")
+    cases = importlib.import_module("rewrite.kernels.kernel_cases")
     first = {entry.kernel: entry.launch for entry in reversed(cases.entries(catalogue.cases()))}
     return [first[kernel] for kernel in KERNELS]
 

@@ -27,10 +27,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, Mixtral
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeSparseMoeBlock
 
 from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.linear.prologue import Prologue
 from hf_rewrite_runtime.moe import experts
 from hf_rewrite_runtime.moe.experts import fused_experts
 from hf_rewrite_runtime.moe.router import RoutingRule, router
-from hf_rewrite_runtime.products.prologue import Prologue
 
 DEVICE = "cuda"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 512)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_rewrite_runtime.cache.names import NAMES
+from hf_rewrite_runtime.cache.cache_argument import NAMES
 from rewrite.measure.limits import experts
 
 CACHES = (*NAMES, "state")

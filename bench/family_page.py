@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-from rewrite.package.reasons import reasons
+from rewrite.package.package_reasons import reasons
 
 Row = Mapping[str, Any]
 GRAPH, NO_GRAPH, ORIGINAL = "#d1495b", "#e8a598", "#9aa5b1"

@@ -35,13 +35,13 @@ import family_bytes
 import family_inputs
 from family_sizes import BY_KEY, Family
 
-from rewrite.benchmark.models import build, lock_of, sharing
-from rewrite.benchmark.plan import write_json
+from rewrite.benchmark.benchmark_models import build, lock_of, sharing
+from rewrite.benchmark.benchmark_plan import write_json
 from rewrite.measure.limits import bandwidths
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.measure.timing import interleaved, wall_ms
-from rewrite.verify.generation.loop import SWITCH
-from rewrite.verify.models import sides
+from rewrite.verify.generation.loop_checks import SWITCH
+from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.configs import small_variants
 
 EAGER, GRAPH = (2, 16), (64, 128)
@@ -92,8 +92,8 @@ class Classes:
     def of(cls, family: Family, package: Path) -> Classes:
         """Import the original and the package, without touching a device."""
         module = importlib.import_module(f"transformers.models.{family.file}.modeling_{family.file}")
-        rewritten = sides.load(sides.locate(package))
-        explain = runtime_part(rewritten.__package__, "core/explain").explain
+        rewritten = loaded_sides.load(loaded_sides.locate(package))
+        explain = runtime_part(rewritten.__package__, "core/explanation").explain
         original, ours = getattr(module, family.class_name), getattr(rewritten, family.class_name)
         return cls(original, ours, explain, lock_of(package)["digest"])
 

@@ -19,7 +19,7 @@ import torch
 from forward_run import Cells
 from torch import Tensor
 
-from rewrite.benchmark.forward import LARGEST_ERROR, SMALLEST_ERROR
+from rewrite.benchmark.forward_speed import LARGEST_ERROR, SMALLEST_ERROR
 from rewrite.measure import timing
 from rewrite.verify.models import model_inputs
 

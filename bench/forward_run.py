@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from forward_sizes import Model
 
-from rewrite.benchmark import forward
-from rewrite.benchmark.models import build, lock_of, sharing
+from rewrite.benchmark import forward_speed
+from rewrite.benchmark.benchmark_models import build, lock_of, sharing
 from rewrite.measure.runtime_part import runtime_part
-from rewrite.verify.models import sides
+from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.configs import small_variants
 
 FOREVER = 10**6
@@ -37,17 +37,17 @@ class Cells:
     def __init__(self, model: Model, given: argparse.Namespace):
         self.model, self.given = model, given
         module = importlib.import_module(f"transformers.models.{model.file}.modeling_{model.file}")
-        rewritten = sides.load(sides.locate(given.package))
+        rewritten = loaded_sides.load(loaded_sides.locate(given.package))
         original, ours = getattr(module, model.class_name), getattr(rewritten, model.class_name)
         package = str(rewritten.__package__)
-        self.explain = runtime_part(package, "core/explain").explain
-        self.graphs = runtime_part(package, "forward/switch")
-        self.store = runtime_part(package, "forward/store")
+        self.explain = runtime_part(package, "core/explanation").explain
+        self.graphs = runtime_part(package, "forward/forward_settings")
+        self.store = runtime_part(package, "forward/forward_cache")
         config = small_variants(original, False, {})[0].config if given.tiny else original.config_class(**model.fields)
         dtype = "float32" if given.device == "cpu" else "bfloat16"
         self.ours = build(ours, config, dtype, given.device)
         self.theirs = sharing(original, self.ours)
-        self.cells: dict[int, forward.Forward] = {}
+        self.cells: dict[int, forward_speed.Forward] = {}
         self.first_seconds: dict[int, list[float]] = {}
         """Of the first call of each batch size, and of the second, which captures."""
 
@@ -70,7 +70,7 @@ class Cells:
     def inputs(self, batch: int) -> dict[str, Any]:
         """Return what the model is called with."""
         tokens = 11 if self.given.tiny else self.model.tokens[batch > 1]
-        return forward.arguments(self.ours, batch, tokens, self.given.device)
+        return forward_speed.arguments(self.ours, batch, tokens, self.given.device)
 
     def prepare(self) -> None:
         """Capture and compile everything."""
@@ -79,7 +79,7 @@ class Cells:
         for batch in [int(part) for part in given.batches.split(",")]:
             inputs = self.inputs(batch)
             wanted = [name for name in names if "compiled" not in name or batch in compiled]
-            cell = forward.Forward(self.theirs, self.ours, self.graphs, inputs, given.device, wanted)
+            cell = forward_speed.Forward(self.theirs, self.ours, self.graphs, inputs, given.device, wanted)
             self.first_seconds[batch] = self.first_calls(batch)
             cell.prepare()
             self.cells[batch] = cell
@@ -107,7 +107,7 @@ class Cells:
                 "sides": cell.times((8, 60), self.given.seconds),
                 "errors": cell.errors,
                 "parity": parity,
-                "agrees": forward.agrees(parity),
+                "agrees": forward_speed.agrees(parity),
                 "first_two_calls_s": sum(self.first_seconds[batch]),
                 "first_calls_s": self.first_seconds[batch],
             }

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hf_rewrite_runtime.cache.names import argument_of, given_back
+from hf_rewrite_runtime.cache.cache_argument import argument_of, given_back
 from rewrite.measure.runtime_part import runtime_part
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,7 +103,7 @@ class Models:
         """The original with its projections rounded to 8 bits and back, and their inputs where those are quantised."""
         import torch
 
-        form = self.runtime["core.e4m3"]
+        form = self.runtime["device.e4m3"]
         model = self._with_the_same_weights(model_class)
         dtype = form.dtype_for(self.plain.lm_head.weight)
 
@@ -121,15 +121,15 @@ class Models:
 
 
 RUNTIME = (
-    "core.e4m3",
-    "fp8.weights",
-    "fp8.step",
+    "device.e4m3",
+    "fp8.fp8_weights",
+    "fp8.fp8_gemv",
     "fp8.product",
-    "fp8.rows",
-    "core.explain",
+    "fp8.fp8_rows",
+    "core.explanation",
     "core.backend",
-    "core.launch",
-    "decode.graph_store",
+    "launching.launch",
+    "decode.graph_cache",
 )
 
 
@@ -277,10 +277,10 @@ def tiles(models: Models, rows: int, stop: float) -> dict[str, Any]:
     """Microseconds a call and GB/s of each tile of each product of a step, over the weights of all layers."""
     import torch
 
-    step, launch, runtime = models.runtime["fp8.step"], models.runtime["core.launch"], models.runtime
+    step, launch, runtime = models.runtime["fp8.fp8_gemv"], models.runtime["launching.launch"], models.runtime
     layers = models.fp8.model.layers
     norm = layers[0].input_layernorm.prologue()
-    copies = runtime["fp8.weights"]._copies
+    copies = runtime["fp8.fp8_weights"]._copies
     found: dict[str, Any] = {}
     groups = {
         "qkv": ([copies[layer.self_attn.q_proj].weight for layer in layers], "linear", norm, False),
@@ -379,12 +379,12 @@ def measure(packages: Path, shape: str, out: Path | None, seconds_left: float, w
         torch.cuda.empty_cache()
         note("read_gb_s", read_speed)
         note("allocated_gb", lambda: torch.cuda.memory_allocated() / 1e9)
-        note("copies_gb", lambda: models.runtime["fp8.weights"].nbytes(models.fp8) / 1e9)
+        note("copies_gb", lambda: models.runtime["fp8.fp8_weights"].nbytes(models.fp8) / 1e9)
     for batch in (1, 8):
         note(f"decode, batch {batch}", lambda batch=batch: decoding(models, batch, ROUNDS))
     for tokens in (512, 2048):
         note(f"prompt of {tokens}, ms", lambda tokens=tokens: prompts(models, tokens, ROUNDS))
-    note("explain", lambda: str(models.runtime["core.explain"].explain(models.fp8)).splitlines())
+    note("explain", lambda: str(models.runtime["core.explanation"].explain(models.fp8)).splitlines())
     if with_tiles and device == "cuda":
         for rows in (1, 8):
             note(f"tiles, {rows} rows", lambda rows=rows: tiles(models, rows, stop))

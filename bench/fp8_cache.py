@@ -43,7 +43,7 @@ def graph_of(package: Any, model: Any, batch: int, context: int, form: str | Non
     import torch
 
     from hf_rewrite_runtime.decode.cache_format import set_cache_format
-    from hf_rewrite_runtime.decode.graph import DecodeGraph
+    from hf_rewrite_runtime.decode.step_graph import DecodeGraph
 
     set_cache_format(form)
     graph = DecodeGraph(model, batch, context + 256)

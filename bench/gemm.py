@@ -28,12 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_rewrite_runtime.core import capture, launch, tiles
-from hf_rewrite_runtime.products.skinny import HEIGHTS, Form
+from hf_rewrite_runtime.device import graph_capture
+from hf_rewrite_runtime.launching import launch, tiles
+from hf_rewrite_runtime.linear.skinny import HEIGHTS, Form
 from rewrite.tuning.candidates import one_row
 
-linear = importlib.import_module("hf_rewrite_runtime.products.one_row")
-skinny = importlib.import_module("hf_rewrite_runtime.products.skinny")
+linear = importlib.import_module("hf_rewrite_runtime.linear.gemv")
+skinny = importlib.import_module("hf_rewrite_runtime.linear.skinny")
 
 PEAK = 3.35e12
 """Bytes a second of an H100 SXM, by its data sheet."""
@@ -309,7 +310,7 @@ class Program:
             for number in range(sets.launches):
                 contender.run(sets.x, sets.weights[number % sets.copies], self.out)
 
-        self.graph = capture.capture(
+        self.graph = graph_capture.capture(
             run,
             lambda: contender.run(sets.x, sets.weights[0], self.out),
             sets.x.device,

@@ -22,10 +22,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rewrite.benchmark import contenders, parity
-from rewrite.benchmark.models import build, load, sharing
-from rewrite.benchmark.plan import Plan, write_json
-from rewrite.benchmark.run import header
+from rewrite.benchmark import contenders, token_parity
+from rewrite.benchmark.benchmark_models import build, load, sharing
+from rewrite.benchmark.benchmark_plan import Plan, write_json
+from rewrite.benchmark.benchmark_run import header
 from rewrite.measure.presets import SHAPES, config_for
 
 BINS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -68,16 +68,16 @@ def main() -> int:
     record = header(plan, subject) | {"batches": {}}
     prompts, mask = padded(given.rows, given.length, ours.config.get_text_config().vocab_size, given.device)
     started = time.perf_counter()
-    truth = parity.truth(theirs, prompts, given.tokens, mask)
+    truth = token_parity.truth(theirs, prompts, given.tokens, mask)
     seconds = time.perf_counter() - started
     print(f"original: noise {truth.noise:.3g} at most, {truth.noise_rms:.3g} RMS", end="; ")
     print(f"{truth.different} of {truth.tokens.numel()} tokens another of a near-tie; {seconds:.0f} s", flush=True)
     side = contenders.rewritten(ours, given.tokens, given.device)
     for batch in (int(part) for part in given.batches.split(",")):
         started = time.perf_counter()
-        tokens = parity.generated(side, prompts, given.tokens, batch, mask)
+        tokens = token_parity.generated(side, prompts, given.tokens, batch, mask)
         generated = time.perf_counter() - started
-        found = parity.compare(theirs, truth, tokens)
+        found = token_parity.compare(theirs, truth, tokens)
         counts = histogram(found.first, given.tokens)
         entry = {**asdict(found), "first_divergence": counts, "seconds": generated}
         record["batches"][str(batch)] = entry | {"explain": str(subject.explain(ours))}

@@ -74,7 +74,7 @@ def watch(given: argparse.Namespace, folder: Path) -> int:
 
 
 def save(given: argparse.Namespace, folder: Path) -> None:
-    from rewrite.benchmark.models import build, load
+    from rewrite.benchmark.benchmark_models import build, load
     from rewrite.measure.presets import config_for
 
     subject = load(given.package)
@@ -87,7 +87,7 @@ def work(given: argparse.Namespace) -> int:
     """Generate until killed."""
     import torch
 
-    from rewrite.benchmark.models import load, settled
+    from rewrite.benchmark.benchmark_models import load, settled
 
     subject = load(given.package)
     model = settled(subject.rewritten.from_pretrained(given.worker / "model", dtype="auto", tp_plan="auto"))

@@ -26,7 +26,7 @@ import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from hf_rewrite_runtime.cache.names import argument_of, given_back
+from hf_rewrite_runtime.cache.cache_argument import argument_of, given_back
 
 COPY = re.compile(r"copy|CatArray|repeat_interleave|DtoD", re.IGNORECASE)
 SMALL, LARGE, TOKENS = 2, 4, 16

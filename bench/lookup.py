@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
-from hf_rewrite_runtime.decode import graph_store
-from hf_rewrite_runtime.decode.alignment import Alignment
-from hf_rewrite_runtime.decode.graph import Program
-from hf_rewrite_runtime.decode.window import RaggedWindow, Window
+from hf_rewrite_runtime.decode import graph_cache
+from hf_rewrite_runtime.decode.step_graph import Program
+from hf_rewrite_runtime.speculative.left_pad_rows import Alignment
+from hf_rewrite_runtime.speculative.verify_step import RaggedWindow, Window
 
 SHAPES = {
     "8b": (4096, 14336, 32, 32, 8, 128, 128256),
@@ -141,7 +141,7 @@ def compared(counts, model, follows, inputs, ways, new, rounds):
 def replays(model, rows, length, rounds):
     """Return ms a replay of each graph that drafts, by its name."""
     each = {}
-    graphs = [graph for (batch, _), graph in graph_store.store_of(model).graphs.items() if batch == rows]
+    graphs = [graph for (batch, _), graph in graph_cache.store_of(model).graphs.items() if batch == rows]
     for graph in graphs:
         for program in graph._programs.values():
             if program.sampling is not None and program.sampling.lookup is not None:
@@ -197,7 +197,7 @@ def main():
             )
         each = replays(model, rows, asked.prompt, asked.rounds)
         print(", ".join(f"{name}: {ms:.3f} ms a replay" for name, ms in sorted(each.items())), flush=True)
-    for line in graph_store.describe(model):
+    for line in graph_cache.describe(model):
         print(line)
 
 

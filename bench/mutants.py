@@ -17,10 +17,11 @@ missed. Of each it is said which checks measured something else than in the pack
 came out the same on another way.
 
 With `--rows` a later call goes on where this one stops. `--of` draws from a few files alone, from what changed lately,
-say: files of a package (`modeling_llama.py`), or of this repository (`runtime/decode/drafted.py`), whose classes and
-functions the package has. `--only` tries the mutants with these names (as a survivor's row has them; their beginnings
-do) again and no others; with `--checks` by these checks alone, which is soon over: what they catch is caught, and of
-the rest nothing is kept. The table and `--json` name function, rule and change, never a line of a model's source.
+say: files of a package (`modeling_llama.py`), or of this repository (`runtime/speculative/speculative_loop.py`), whose
+classes and functions the package has. `--only` tries the mutants with these names (as a survivor's row has them; their
+beginnings do) again and no others; with `--checks` by these checks alone, which is soon over: what they catch is
+caught, and of the rest nothing is kept. The table and `--json` name function, rule and change, never a line of a
+model's source.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from mutation import Mutant, another_program, changed, in_turn, mutants
 from trials import PATIENCE_S, Row, Tell, Trial, arguments_of, judged, original, packages, results
 
 from rewrite.verify import Options, Verdict, verify
-from rewrite.verify.models import sides
-from rewrite.verify.reach import Reach
+from rewrite.verify.line_coverage import Reach
+from rewrite.verify.models import loaded_sides
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("llama", "qwen3_moe", "gemma2", "bert", "t5", "qwen3_next")
@@ -70,7 +71,7 @@ class Sample:
 
 def baseline(model: str, package: Path, options: Options, tell: Tell) -> Row:
     """Verify the package as it is, and say which of its lines and branches no check runs."""
-    reach = Reach.of(sides.locate(package), wanted=True)
+    reach = Reach.of(loaded_sides.locate(package), wanted=True)
     assert reach.counter is not None
     with reach.counted():
         verdict = verify(original(model), package, replace(options, quick=False), tell)

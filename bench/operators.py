@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-gated_activation = importlib.import_module("hf_rewrite_runtime.products.gated_activation")
+gated_activation = importlib.import_module("hf_rewrite_runtime.linear.gated_activation")
 
 
 add_rms_norm = importlib.import_module("hf_rewrite_runtime.norms.add_rms_norm")
 rms_norm = importlib.import_module("hf_rewrite_runtime.norms.rms_norm")
 
-rotary = importlib.import_module("hf_rewrite_runtime.attention.rotary")
+rotary = importlib.import_module("hf_rewrite_runtime.rope.rotary")
 
 HIDDEN_SIZES = (2048, 4096, 8192, 16384)
 ROWS = (1, 16, 128, 1024, 8192)

@@ -23,7 +23,7 @@ import transformers
 
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.verify.generation.latency import bootstrap_ratio
-from rewrite.verify.models.shapes import FIELDS, SHAPES
+from rewrite.verify.models.real_shapes import FIELDS, SHAPES
 
 
 def config_for(cls, shape):
@@ -100,7 +100,7 @@ def run(package, shape, lengths, seconds):
     del exact
     torch.cuda.empty_cache()
     result["lengths"] = {n: measure(original, rewritten, n, config.vocab_size, seconds) for n in lengths}
-    explain = runtime_part(package.name, "core/explain").explain
+    explain = runtime_part(package.name, "core/explanation").explain
     result["fallbacks"] = explain(rewritten).fallbacks
     return result
 

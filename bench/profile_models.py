@@ -16,19 +16,19 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from rewrite.benchmark.models import lock_of
-from rewrite.benchmark.plan import plain
+from rewrite.benchmark.benchmark_models import lock_of
+from rewrite.benchmark.benchmark_plan import plain
+from rewrite.benchmark.benchmark_tables import plain_rows
 from rewrite.benchmark.rungs import write
-from rewrite.benchmark.tables import plain_rows
-from rewrite.engine.build import build
+from rewrite.codemod.build import build
 from rewrite.measure import categories
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
-from rewrite.profile import advice, measure, tables
+from rewrite.profile import advice, measure, profile_tables
 from rewrite.profile.read import read
 from rewrite.profile.subject import Plan
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.upstream.source import resolve
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 1b": ("llama", {"kind": "decode", "shape": "1b"}),
@@ -77,12 +77,15 @@ def profiled(model: str, fields: dict[str, Any], device: str, names: set[str]) -
         for path in Path(root).glob("trace-*.json"):
             names |= {activity.name for activity in read(path).activities}
         record["advice"] = advice.derive(record, lock_of(package))
-    print(tables.conditions(record), tables.summary(record), sep="\n")
-    made = [tables.shares(record), *(tables.rows(side, name) for name, side in record["sides"].items())]
+    print(profile_tables.conditions(record), profile_tables.summary(record), sep="\n")
+    made = [
+        profile_tables.shares(record),
+        *(profile_tables.rows(side, name) for name, side in record["sides"].items()),
+    ]
     for table in made:
         print("", table.title, *plain_rows(table.headings, table.rows), *table.notes, sep="\n")
     for name, side in record["sides"].items():
-        print(f"{name}: {tables.other_share(side):.2%} other {tables.unknown(side)}")
+        print(f"{name}: {profile_tables.other_share(side):.2%} other {profile_tables.unknown(side)}")
     print(*(f"advice: {each['text']}" for each in record["advice"]), sep="\n")
     return record
 

@@ -1,4 +1,4 @@
-"""Times every tile of every kernel in whole steps of Llamas of many widths, to hold `runtime/core/tiles.py` to.
+"""Times every tile of every kernel in whole steps of Llamas of many widths, to hold `runtime/launching/tiles.py` to.
 
     python bench/step_tiles.py measure PACKAGE RESULTS.json [--steps 1.5b:1,8b:8:8192] [--kinds linear,gated,qkv]
         [--layers 16] [--limit-seconds 265]                                     # on a GPU
@@ -90,14 +90,14 @@ def measure(package: Path, results: Path, steps: list[str], kinds: list[str], la
     """Time the candidates of each kernel of each step, until the time is up; what is left out is said."""
     import torch
 
-    from rewrite.benchmark.models import build
+    from rewrite.benchmark.benchmark_models import build
     from rewrite.tuning.candidates import Limits, splits
-    from rewrite.tuning.run import rounds
-    from rewrite.tuning.steps import Steps
-    from rewrite.verify.models import sides
+    from rewrite.tuning.tuned_steps import Steps
+    from rewrite.tuning.tuning_run import rounds
+    from rewrite.verify.models import loaded_sides
     from rewrite.verify.models.subjects import find_subjects
 
-    module = sides.load(sides.locate(package))
+    module = loaded_sides.load(loaded_sides.locate(package))
     main = find_subjects(module, module).main
     properties = torch.cuda.get_device_properties(0)
     limits, processors = Limits.of(properties), properties.multi_processor_count
@@ -187,8 +187,8 @@ def shown(entry: Any) -> str:
 def ruled(row: dict[str, Any], processors: int) -> str:
     """The rule's entry of today for a row of the results."""
     from hf_rewrite_runtime.attention import decode_attention
-    from hf_rewrite_runtime.core import tiles
-    from rewrite.tuning.steps import ROOM, ROUNDING
+    from hf_rewrite_runtime.launching import tiles
+    from rewrite.tuning.tuned_steps import ROOM, ROUNDING
 
     kind, shape, *_ = row["name"].split()
     sizes = tuple(map(int, shape.split("x")))

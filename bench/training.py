@@ -19,16 +19,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rewrite.benchmark import training
-from rewrite.benchmark.models import load
-from rewrite.benchmark.plan import ORIGINAL, OURS, Cell, Plan, write_json
+from rewrite.benchmark import training_speed
+from rewrite.benchmark.benchmark_models import load
+from rewrite.benchmark.benchmark_plan import ORIGINAL, OURS, Cell, Plan, write_json
 from rewrite.benchmark.rungs import write
+from rewrite.codemod.build import build
 from rewrite.commands.bench import FOR_TRAINING
-from rewrite.engine.build import build
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.upstream.source import resolve
 
 MODELS: dict[str, tuple[str, int | None, Cell]] = {
     "llama": ("1b", None, Cell(4, 2048)),
@@ -56,14 +56,14 @@ def curve(plan: Plan, steps: int) -> dict[str, Any]:
     subject = load(plan.package, plan.original)
     losses: dict[str, list[float]] = {}
     for name, side in (("original", ORIGINAL), ("again", ORIGINAL), ("ours", OURS)):
-        trainer = training.Trainer(training._model(plan, subject, side), False, plan.device != "cpu")
+        trainer = training_speed.Trainer(training_speed._model(plan, subject, side), False, plan.device != "cpu")
         batches = [
-            training._tokens(dataclasses.replace(plan, seed=plan.seed + number % 20), subject, *_shape(plan))
+            training_speed._tokens(dataclasses.replace(plan, seed=plan.seed + number % 20), subject, *_shape(plan))
             for number in range(20)
         ]
         losses[name] = [float(trainer.step(batches[number % 20])) for number in range(steps)]
         del trainer
-        training._release(plan.device != "cpu")
+        training_speed._release(plan.device != "cpu")
     first = torch.tensor(losses["original"])
     band, distance = (float((torch.tensor(losses[name]) - first).abs().max()) for name in ("again", "ours"))
     return {
@@ -89,7 +89,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sides", nargs="+", choices=training.SIDES, help="Default: all, on a CPU without compilers.")
+    parser.add_argument(
+        "--sides", nargs="+", choices=training_speed.SIDES, help="Default: all, on a CPU without compilers."
+    )
     parser.add_argument("--curve", type=int, default=0, metavar="STEPS", help="of the first model")
     parser.add_argument("--seconds", type=float, default=8.0, help="Of timed steps of a model, at least three rounds.")
     parser.add_argument("--out", type=Path)
@@ -99,14 +101,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for model in given.models:
             shape, layers, cell = MODELS[model] if gpu else ("tiny", None, Cell(2, 32))
-            sides = given.sides or (training.SIDES if gpu else (ORIGINAL, OURS))
+            sides = given.sides or (training_speed.SIDES if gpu else (ORIGINAL, OURS))
             plan = Plan(
                 package_of(model, Path(folder)), shape=shape, layers=layers, device=given.device, cells=(cell,),
                 dtype="bfloat16" if gpu else "float32", sides=tuple(sides),
                 rounds=(3, 10), seconds=given.seconds if gpu else 1.0,
             )  # fmt: skip
-            record[model] = training.measure(plan, progress=functools.partial(said, started, model))
-            for table in training.tables(record[model]):
+            record[model] = training_speed.measure(plan, progress=functools.partial(said, started, model))
+            for table in training_speed.tables(record[model]):
                 print(model, table.title, *table.rows, *table.notes, sep="\n  ", flush=True)
             if given.curve and model == given.models[0]:
                 record["curve"] = curve(plan, given.curve)

@@ -19,15 +19,15 @@ from typing import Any
 import family_sizes
 import torch
 
-from rewrite.benchmark.models import build
-from rewrite.benchmark.plan import write_json
+from rewrite.benchmark.benchmark_models import build
+from rewrite.benchmark.benchmark_plan import write_json
 from rewrite.measure.presets import config_for
 from rewrite.tuning import results
 from rewrite.tuning.candidates import Entry, Limits, candidates
-from rewrite.tuning.run import LAYERS, rounds
 from rewrite.tuning.search import search
-from rewrite.tuning.steps import Steps
-from rewrite.verify.models import sides
+from rewrite.tuning.tuned_steps import Steps
+from rewrite.tuning.tuning_run import LAYERS, rounds
+from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.subjects import find_subjects
 
 PRESETS = ("1b", "8b", "30b-a3b")
@@ -107,7 +107,7 @@ def built(packages: Path, name: str, batch: int, layers: int | None) -> Any:
 
 def subject(package: Path) -> Any:
     """The causal model of a package."""
-    module = sides.load(sides.locate(package))
+    module = loaded_sides.load(loaded_sides.locate(package))
     return find_subjects(module, module).main
 
 

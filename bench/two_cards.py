@@ -28,8 +28,8 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from rewrite.benchmark import parity
-    from rewrite.benchmark.models import load
+    from rewrite.benchmark import token_parity
+    from rewrite.benchmark.benchmark_models import load
     from rewrite.measure import timing
 
     subject = load(given.package)
@@ -43,8 +43,8 @@ def main() -> int:
         few = timing.wall_ms("cuda:1", lambda: generate(name, SHORT))
         return (timing.wall_ms("cuda:1", lambda: generate(name, LONG)) - few) / (LONG - SHORT)
 
-    expected = parity.truth(models["original"], prompt, LONG)
-    judged = parity.compare(models["original"], expected, generate("rewritten", LONG)[:, 512:])
+    expected = token_parity.truth(models["original"], prompt, LONG)
+    judged = token_parity.compare(models["original"], expected, generate("rewritten", LONG)[:, 512:])
     print(f"tokens {'agree' if judged.passed else 'DIFFER'}: {judged.summary}", flush=True)
     times = timing.interleaved({name: lambda _, name=name: slope(name) for name in models}, (ROUNDS, ROUNDS), 0.0)
     for name, values in times.items():
@@ -59,7 +59,7 @@ def placed(kind: Any, given: argparse.Namespace) -> Any:
     """A model with random weights, half of its layers on each card."""
     from accelerate import dispatch_model
 
-    from rewrite.benchmark.models import build
+    from rewrite.benchmark.benchmark_models import build
     from rewrite.measure.presets import config_for
 
     overrides = {"num_hidden_layers": given.layers} if given.layers else {}

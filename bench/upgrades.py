@@ -49,7 +49,7 @@ def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def unpacked(wheels: Path, folder: Path) -> dict[str, Path]:
     """Unpack every wheel once, and return the folder that transformers lies in, by version."""
-    from rewrite.upstream import release
+    from rewrite.source import release
 
     found = {}
     for wheel in sorted(wheels.glob("transformers-*.whl")):
@@ -189,9 +189,9 @@ def edits(arguments: argparse.Namespace) -> None:
 
 
 def generated_texts(trees: dict[str, Path]) -> dict[tuple[str, str], str]:
-    from rewrite.engine.build import build
+    from rewrite.codemod.build import build
+    from rewrite.source.resolve import resolve
     from rewrite.transforms import select
-    from rewrite.upstream.source import resolve
 
     found = {}
     for model in MODELS:
@@ -220,7 +220,7 @@ def guard(arguments: argparse.Namespace) -> None:
 
     A method counts if any modeling file calls one of that name, so that a package warns no more often than this says.
     """
-    from hf_rewrite_runtime.origin import fingerprints
+    from hf_rewrite_runtime.compat import fingerprints
     from rewrite.package import definitions
 
     counts: dict[str, Counter[str]] = {}

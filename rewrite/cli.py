@@ -23,6 +23,7 @@ import click
 from click.shell_completion import CompletionItem
 
 import rewrite
+from rewrite.console import streams
 from rewrite.errors import (
     EXTRAS,
     MissingLibrary,
@@ -34,7 +35,6 @@ from rewrite.errors import (
     UnknownModel,
     close,
 )
-from rewrite.show import streams
 
 VERSION = getattr(rewrite, "__version__", "unknown")
 DEFAULT_COMMAND = "apply"
@@ -106,7 +106,7 @@ class DefaultGroup(click.Group):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the commands and the model types that begin with `incomplete`."""
-        from rewrite.commands.options import complete_models
+        from rewrite.options.shared_options import complete_models
 
         own = super().shell_complete(ctx, incomplete)
         default = self.get_command(ctx, DEFAULT_COMMAND)
@@ -200,7 +200,7 @@ def run(args: Sequence[str] | None = None, own: bool = False) -> int:
 
 def _meant(args: Sequence[str] | None) -> str:
     """Return which command a first word may have been meant as that is neither a command nor a model; or nothing."""
-    from rewrite.upstream.installed import find_transformers
+    from rewrite.source.installed import find_transformers
 
     word = next(iter(sys.argv[1:] if args is None else args), "")
     if not word or word.startswith("-") or word in COMMANDS or Path(word).exists():

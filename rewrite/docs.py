@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from rewrite import operators
-from rewrite.engine.build import build
+from rewrite.codemod.build import build
+from rewrite.console import differences
 from rewrite.offers import Offer
 from rewrite.package.original import text_of
-from rewrite.show import diff
+from rewrite.source.resolve import resolve
 from rewrite.transform import COMMON_REASONS, Transform
 from rewrite.transforms import all_transforms, select
-from rewrite.upstream.source import resolve
 
 README = Path("README.md")
 TRANSFORMS = Path("docs/transforms.md")
@@ -156,7 +156,7 @@ def example() -> str:
     """Return the hunks of a rewritten fixture that README shows."""
     source = resolve(str(EXAMPLE))
     before, after = text_of(source.path), build(source, select()).rewritten.text
-    return "".join(diff.hunks_in(before, after, EXAMPLE_PLACES))
+    return "".join(differences.hunks_in(before, after, EXAMPLE_PLACES))
 
 
 def _page(transforms: list[Transform]) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rewrite.analysis.syntax.module import Module
-from rewrite.analysis.syntax.proposal import Candidate, Edit, Found, Skip
+from rewrite.analysis.tree.module import Module
+from rewrite.analysis.tree.proposal import Candidate, Edit, Found, Skip
 
 __all__ = [
     "COMMON_REASONS",

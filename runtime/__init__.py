@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _FILES = {
-    "attention.named": ("get_attention_backend", "set_attention_backend", "use_attention_backend"),
+    "attention.named_backends": ("get_attention_backend", "set_attention_backend", "use_attention_backend"),
     "core.backend": ("fallbacks", "get_backend", "reset_fallbacks", "set_backend", "use_backend"),
-    "core.explain": ("explain",),
+    "core.explanation": ("explain",),
     "decode.cache_format": ("get_cache_format", "set_cache_format"),
-    "decode.graph": ("DecodeGraph",),
-    "decode.graph_store": ("release_graphs",),
-    "forward.store": ("release_forwards",),
-    "forward.switch": (
+    "decode.step_graph": ("DecodeGraph",),
+    "decode.graph_cache": ("release_graphs",),
+    "forward.forward_cache": ("release_forwards",),
+    "forward.forward_settings": (
         "get_forward_graphs",
         "set_forward_graphs",
         "set_ragged_batches",
@@ -31,14 +31,14 @@ _FILES = {
 _PLACES = {name: file for file, names in _FILES.items() for name in names}
 
 if TYPE_CHECKING:
-    from .attention.named import get_attention_backend, set_attention_backend, use_attention_backend
+    from .attention.named_backends import get_attention_backend, set_attention_backend, use_attention_backend
     from .core.backend import fallbacks, get_backend, reset_fallbacks, set_backend, use_backend
-    from .core.explain import explain
+    from .core.explanation import explain
     from .decode.cache_format import get_cache_format, set_cache_format
-    from .decode.graph import DecodeGraph
-    from .decode.graph_store import release_graphs
-    from .forward.store import release_forwards
-    from .forward.switch import (
+    from .decode.graph_cache import release_graphs
+    from .decode.step_graph import DecodeGraph
+    from .forward.forward_cache import release_forwards
+    from .forward.forward_settings import (
         get_forward_graphs,
         set_forward_graphs,
         set_ragged_batches,

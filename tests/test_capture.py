@@ -17,16 +17,16 @@ transformers = pytest.importorskip("transformers")
 from stream_rules import Refused, stream_rules  # noqa: E402
 from tolerances import STEPS_IN_FP32  # noqa: E402
 
+from hf_rewrite_runtime.cache.cache_argument import argument_of  # noqa: E402
 from hf_rewrite_runtime.cache.layers import INDEXED  # noqa: E402
-from hf_rewrite_runtime.cache.names import argument_of  # noqa: E402
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache  # noqa: E402
-from rewrite.engine.build import build  # noqa: E402
+from rewrite.codemod.build import build  # noqa: E402
 from rewrite.package.assemble import assemble  # noqa: E402
 from rewrite.package.lock import Options  # noqa: E402
+from rewrite.source.resolve import resolve  # noqa: E402
 from rewrite.transforms import select  # noqa: E402
-from rewrite.upstream.source import resolve  # noqa: E402
 from rewrite.verify.models.configs import small_variants  # noqa: E402
-from rewrite.verify.models.workbench import randomise  # noqa: E402
+from rewrite.verify.models.model_pair import randomise  # noqa: E402
 
 BATCH, PROMPT, STEPS, WARM, CAPACITY, PADDING = 2, 6, 5, 2, 16, 2
 X, INDEX, MASK = torch.arange(6.0), torch.tensor([1, 3]), torch.arange(6) > 2

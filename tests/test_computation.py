@@ -5,9 +5,9 @@ from __future__ import annotations
 import libcst as cst
 import pytest
 
-from rewrite.analysis.syntax.module import Module
 from rewrite.analysis.terms.computation import NotComputable, Pattern, body
 from rewrite.analysis.terms.spelling import Term
+from rewrite.analysis.tree.module import Module
 
 
 def returned(text: str, prefix: str = "") -> Term:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from hf_rewrite_runtime.core import explain
-from hf_rewrite_runtime.decode.generation import GraphGeneration
-from hf_rewrite_runtime.package.checkpoint import NativeCheckpoint
-from rewrite.engine.decode_loops import with_loops
-from rewrite.engine.passes import rewrite_text
+from hf_rewrite_runtime.core import explanation
+from hf_rewrite_runtime.generate.generation import GraphGeneration
+from hf_rewrite_runtime.loading.original_checkpoint import NativeCheckpoint
+from rewrite.codemod.decode_loops import with_loops
+from rewrite.codemod.passes import rewrite_text
 from rewrite.package.lock import Lock, Options, Origin, read_lock
 from rewrite.sync import review
 from rewrite.transform import COMMON_REASONS, Rewritten, SkippedSite, TransformReport
@@ -24,7 +24,7 @@ FILE = """
 from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 
-from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.generate.generation import GraphGeneration
 from .generation_other import OtherGenerationMixin
 
 
@@ -143,9 +143,9 @@ PARTS = """
 from transformers.generation import GenerationMixin
 from transformers.models.other.modeling_other import OtherForCausalLM
 
-from hf_rewrite_runtime.decode.fitness import within_window
-from hf_rewrite_runtime.decode.generation import GraphGeneration
-from hf_rewrite_runtime.package.auto import from_config
+from hf_rewrite_runtime.decode.eligibility import within_window
+from hf_rewrite_runtime.generate.generation import GraphGeneration
+from hf_rewrite_runtime.loading.auto import from_config
 
 
 class Text(Base, GraphGeneration):
@@ -355,13 +355,15 @@ def test_explain_says_it_of_a_model_and_what_it_is_wrapped_in(tmp_path: Path, mo
     named = {"__module__": "package.modeling_x"}
     with_images = types.new_class("WithImages", (nn.Module,), exec_body=lambda space: space.update(named))
     text = types.new_class("Text", (nn.Module,), exec_body=lambda space: space.update(named))
-    said = str(explain.explain(nn.Sequential(with_images())))
+    said = str(explanation.explain(nn.Sequential(with_images())))
     assert "WithImages: decode loop: no: " in said
     assert FAST not in said
-    said = str(explain.Explanation("auto", decode_loops=explain.explain(text()).decode_loops))
+    said = str(explanation.Explanation("auto", decode_loops=explanation.explain(text()).decode_loops))
     assert said.splitlines()[1:] == ["Text: decode loop: yes", FAST]
-    assert FAST not in str(explain.Explanation("auto", decode_loops=explain.decode_loops("package.modeling_x")))
-    assert explain.explain(nn.Linear(1, 1)).decode_loops == {}
+    assert FAST not in str(
+        explanation.Explanation("auto", decode_loops=explanation.decode_loops("package.modeling_x"))
+    )
+    assert explanation.explain(nn.Linear(1, 1)).decode_loops == {}
 
 
 def test_explain_without_a_lock_asks_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,6 +373,6 @@ def test_explain_without_a_lock_asks_the_class(tmp_path: Path, monkeypatch: pyte
     for text in (None, "<<<<<<< ours", "[]", '{"decode_loops": []}'):
         if text is not None:
             (tmp_path / "rewrite.lock").write_text(text)
-        assert FAST not in str(explain.explain(plain()))
+        assert FAST not in str(explanation.explain(plain()))
     looped = types.new_class("Looped", (nn.Module, GraphGeneration), exec_body=lambda space: space.update(body))
-    assert explain.explain(looped()).decode_loops == {"Looped": "yes"}
+    assert explanation.explain(looped()).decode_loops == {"Looped": "yes"}

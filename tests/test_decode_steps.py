@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from rewrite.engine.build import build
+from rewrite.codemod.build import build
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.upstream.source import resolve
 from rewrite.verify.judging.tolerances import bound
 from rewrite.verify.models.configs import small_variants
 

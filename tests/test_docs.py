@@ -16,7 +16,7 @@ import pytest
 from hf_rewrite_runtime.rocm import settings as rocm
 from rewrite import docs
 from rewrite.cli import COMMANDS, DefaultGroup
-from rewrite.kernels.run import known_kernels
+from rewrite.kernels.kernel_run import known_kernels
 from rewrite.transforms import all_transforms
 
 ROOT = Path(__file__).parents[1]

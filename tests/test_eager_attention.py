@@ -5,10 +5,10 @@ from __future__ import annotations
 import libcst as cst
 import pytest
 
-from rewrite.analysis.step.eager_attention import check_eager_attention
-from rewrite.analysis.step.terms import NoStep
-from rewrite.analysis.syntax.module import Module
+from rewrite.analysis.blocks.terms import NoStep
+from rewrite.analysis.decode.eager_attention import check_eager_attention
 from rewrite.analysis.terms.spelling import NONE, Term
+from rewrite.analysis.tree.module import Module
 
 HEAD = """
 import torch

@@ -7,7 +7,7 @@ import pytest
 
 from rewrite.analysis.effects import effects_of, may_move
 from rewrite.analysis.effects.identity import Identity
-from rewrite.analysis.syntax.module import Module, walk
+from rewrite.analysis.tree.module import Module, walk
 
 HEADER = """\
 import math

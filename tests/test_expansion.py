@@ -7,9 +7,9 @@ import textwrap
 import libcst as cst
 import pytest
 
-from rewrite.analysis.sites.expansion import HEADS_FIRST, HEADS_THIRD, NotAnExpansion, expansion
-from rewrite.analysis.syntax.module import Module
+from rewrite.analysis.patterns.expansion import HEADS_FIRST, HEADS_THIRD, NotAnExpansion, expansion
 from rewrite.analysis.terms.computation import body
+from rewrite.analysis.tree.module import Module
 
 REPEATS = {
     "interleaved": "return x.repeat_interleave(n, dim=1)",

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_rewrite_runtime.moe.form import ExpertsForm, gated, gating
-from rewrite.analysis.moe.every_expert import every_expert, every_form
+from rewrite.analysis.moe.all_experts import every_expert, every_form
 from rewrite.analysis.moe.mixture import form_of
-from rewrite.analysis.syntax.module import Module
 from rewrite.analysis.terms.computation import NotComputable
+from rewrite.analysis.tree.module import Module
 
 EXPERTS = """
 import torch

@@ -5,9 +5,9 @@ from __future__ import annotations
 import libcst as cst
 import pytest
 
-from rewrite.analysis.syntax.module import Module
+from rewrite.analysis.tree.module import Module
 from rewrite.transform import Found
-from rewrite.transforms.fixed_count_loops import FixedCountLoops
+from rewrite.transforms.decode.fixed_count_loops import FixedCountLoops
 
 _FILE = """
 import torch

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from rewrite.engine.build import build
+from rewrite.codemod.build import build
 from rewrite.errors import NothingToRewrite
 from rewrite.package.lock import engine_digest
+from rewrite.source.installed import find_transformers
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.upstream.installed import find_transformers
-from rewrite.upstream.source import resolve
 
 pytest.importorskip("transformers")
 

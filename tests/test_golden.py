@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rewrite.engine.passes import rewrite_text
+from rewrite.codemod.passes import rewrite_text
 from rewrite.transform import Rewritten, Transform
 from rewrite.transforms import all_transforms
 

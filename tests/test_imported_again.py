@@ -14,12 +14,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from verify.copies import with_runtime
 
-from rewrite.engine.build import build
+from rewrite.codemod.build import build
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.upstream.source import resolve
 
 NAME = "again_llama"
 SIZES = {

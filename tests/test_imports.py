@@ -19,13 +19,13 @@ from rewrite.offers import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "transformers", "triton", "numpy", "hf_rewrite_runtime"}
-WITH_TORCH = {"verify", "benchmark", "measure", "profile", "tuning", "kernels", "runtime", "sweep/loaded"}
+WITH_TORCH = {"verify", "benchmark", "measure", "profile", "redundant", "tuning", "kernels", "runtime", "sweep/loaded"}
 """Rooms of the tool that may import torch; the others work where it is not installed."""
 FLOORS = re.compile(r"```rooms\n(.*?)```", re.DOTALL)
 
 
 def modules() -> dict[str, Path]:
-    """Return every module of the project by its path, `rewrite/engine/build`; links are not followed."""
+    """Return every module of the project by its path, `rewrite/codemod/build`; links are not followed."""
     found = [p for top in ("rewrite", "runtime", "transforms") for p in (ROOT / top).rglob("*.py")]
     paths = [p.relative_to(ROOT) for p in found if not any(above.is_symlink() for above in p.parents)]
     return {re.sub(r"/__init__$", "", p.with_suffix("").as_posix()): ROOT / p for p in paths}
@@ -129,8 +129,8 @@ def test_no_circle_inside_a_room() -> None:
 
 
 def test_an_import_against_the_order_is_seen() -> None:
-    planted = {**ARROWS, "rewrite/analysis/terms/computation": {"rewrite/engine/build"}}
-    assert against(ROOMS, planted) == ["rewrite/analysis/terms/computation imports rewrite/engine/build"]
+    planted = {**ARROWS, "rewrite/analysis/terms/computation": {"rewrite/codemod/build"}}
+    assert against(ROOMS, planted) == ["rewrite/analysis/terms/computation imports rewrite/codemod/build"]
 
 
 def outside(name: str) -> set[str]:

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 from verify.copies import with_runtime
 
-from rewrite.engine.build import build
-from rewrite.engine.passes import rewrite_text
+from rewrite.codemod.build import build
+from rewrite.codemod.passes import rewrite_text
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.upstream.source import resolve
 
 SITES = Path(__file__).parent.parent / "fixtures" / "sites.json"
 VERSION = version("transformers")

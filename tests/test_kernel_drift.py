@@ -11,7 +11,7 @@ from rewrite.errors import NoKernelRecord
 from rewrite.kernels import drift
 from rewrite.kernels.assembly import Figures
 from rewrite.kernels.drift import Record
-from rewrite.kernels.row import Row
+from rewrite.kernels.kernel_row import Row
 
 RECORDS = Path(__file__).parents[1] / "fixtures/kernels"
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from hf_rewrite_runtime.cache.names import argument_of, given_back
-from rewrite.engine.build import build
+from hf_rewrite_runtime.cache.cache_argument import argument_of, given_back
+from rewrite.codemod.build import build
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.upstream.source import resolve
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -77,7 +77,7 @@ def runtime(package, monkeypatch):
     """The runtime of the package, whose operators show their inside to a dispatch mode."""
     backend = runtime_part("laid_out", "core/backend")
     monkeypatch.setattr(backend, "_len_torch_dispatch_stack", lambda: 0)
-    modules = {"aiter_calls": "aiter/calls", "aiter_probe": "core/aiter_probe"}
+    modules = {"aiter_calls": "aiter/aiter_calls", "aiter_probe": "core/aiter_probe"}
     return {name: runtime_part("laid_out", module) for name, module in modules.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rewrite.engine.passes import rewrite_text
+from rewrite.codemod.passes import rewrite_text
 from rewrite.transforms import select
 
 torch = pytest.importorskip("torch")

@@ -22,7 +22,7 @@ TRANSFORM = "transforms/fuse_norm_rotary.py"
 CASES = "fixtures/transforms/fuse_norm_rotary"
 COPIED = (".links", "rewrite", "runtime", "transforms", "docs", "fixtures", "README.md", "pyproject.toml")
 TESTS = ("conftest.py", "test_golden.py", "tolerances.py")
-BEFORE = '    Offer("qkv_step", "attention/qkv_step"'
+BEFORE = '    Offer("qkv_step", "rope/qkv_step"'
 OFFER = '''    Offer(
         "norm_rotary",
         "attention/norm_rotary",
@@ -31,7 +31,7 @@ OFFER = '''    Offer(
 def norm_rotary(q, k, q_norm, k_norm, cos, sin):
     return rotary(q_norm(q), k_norm(k), cos, sin)
 """,
-        step="attention.qkv_step",
+        step="rope.qkv_step",
     ),
 '''
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from rewrite.engine.passes import rewrite_text
+from rewrite.codemod.passes import rewrite_text
 from rewrite.transforms import select
 
 PACKAGE = "property_package"

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tolerances import BLOCK_IN_FP64, SOFTMAX_IN_FP32
 
-from rewrite.engine.build import build
+from rewrite.codemod.build import build
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.upstream.source import resolve
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

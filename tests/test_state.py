@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from rewrite.engine.build import build
+from rewrite.codemod.build import build
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.upstream.source import resolve
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -60,7 +60,7 @@ def device(request: pytest.FixtureRequest) -> str:
 def length(request: pytest.FixtureRequest, package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls whose slower part is the host too, as on a GPU: they ask once, and then only where a weight lies."""
     if request.param == "short":
-        part = runtime_part("state_llama", "products/packing")
+        part = runtime_part("state_llama", "linear/packing")
         monkeypatch.setattr(part, "is_launch_bound", lambda tensor: not torch.is_grad_enabled())
 
 
@@ -71,7 +71,7 @@ class Pair:
         torch.manual_seed(0)
         self.config = transformers.LlamaConfig(**{**SIZES, **config})
         self.backend = runtime_part("state_llama", "core/backend")
-        self.memory = runtime_part("state_llama", "products/memory")
+        self.memory = runtime_part("state_llama", "linear/joined_storage")
         dtype = torch.float64 if device == "cuda" else torch.float32  # of which no kernel takes part
         self.theirs = transformers.LlamaForCausalLM(self.config).to(device, dtype).eval()
         self.ours = package.LlamaForCausalLM(self.config).to(device, dtype).eval()
@@ -121,7 +121,7 @@ def test_every_weight_has_a_storage_of_its_own(pair: Pair) -> None:
 @pytest.mark.usefixtures("length")
 def test_the_memory_goes_with_the_model(package: Any, device: str) -> None:
     gc.collect()
-    groups = runtime_part("state_llama", "products/memory")._groups
+    groups = runtime_part("state_llama", "linear/joined_storage")._groups
     before = len(groups)
     pair = Pair(package, device)
     assert len(groups) == before + 10
@@ -335,7 +335,7 @@ def test_who_holds_the_memory_keeps_it_until_it_lets_go(
     pair = Pair(package, device, packed=False)
     average = {name: value for name, value in pair.ours.state_dict().items() if "k_proj" in name or "up_proj" in name}
     # A graph of the forward keeps the products that it was captured with.
-    monkeypatch.setattr(runtime_part("state_llama", "forward/switch"), "_chosen", "never")
+    monkeypatch.setattr(runtime_part("state_llama", "forward/forward_settings"), "_chosen", "never")
     pair.check()
     assert pair.packed() == 0
     assert pair.backend.fallbacks()["packed_linear", "shared_storage"] == len(pair.groups())

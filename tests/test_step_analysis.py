@@ -5,10 +5,10 @@ from __future__ import annotations
 import libcst as cst
 import pytest
 
-from rewrite.analysis.step.source import NotWritable, source
-from rewrite.analysis.step.terms import computed_in_step
-from rewrite.analysis.syntax.module import Module
+from rewrite.analysis.blocks.term_source import NotWritable, source
+from rewrite.analysis.blocks.terms import computed_in_step
 from rewrite.analysis.terms.computation import NotComputable
+from rewrite.analysis.tree.module import Module
 
 CLASS = """
 import torch

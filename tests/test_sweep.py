@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from rewrite.errors import NotATransformers, UnknownModelFolder
-from rewrite.sweep import plan, pool
+from rewrite.source.installed import find_transformers
+from rewrite.sweep import pool, sweep_plan
 from rewrite.sweep.against import previous, regressions
 from rewrite.sweep.examine import examine
-from rewrite.sweep.row import ClassRow, Row
+from rewrite.sweep.sweep_row import ClassRow, Row
 from rewrite.sweep.table import Report
-from rewrite.upstream.installed import find_transformers
 
 CRASHES = """
 import os
@@ -106,7 +106,7 @@ def test_a_file_that_does_not_parse_is_a_row(tmp_path):
 
 @pytest.mark.slow
 def test_a_file_of_the_library_is_examined_whole(tmp_path):
-    [(name, file)] = plan.files(find_transformers(), ["vit"])
+    [(name, file)] = sweep_plan.files(find_transformers(), ["vit"])
     [row] = pool.run([pool.Task(file, name, tmp_path / "vit.json", "verified")], 1)
     assert row.outcome == "pass", row
     assert {found.name: found.outcome for found in row.classes} == {
@@ -116,22 +116,22 @@ def test_a_file_of_the_library_is_examined_whole(tmp_path):
 
 
 def test_auto_is_no_model_and_folders_limit():
-    files = plan.files(find_transformers(), [])
+    files = sweep_plan.files(find_transformers(), [])
     assert len(files) > 300
     assert not any(name.startswith("auto/") for name, _ in files)
-    assert [name for name, _ in plan.files(find_transformers(), ["llama"])] == ["llama/modeling_llama.py"]
+    assert [name for name, _ in sweep_plan.files(find_transformers(), ["llama"])] == ["llama/modeling_llama.py"]
 
 
 def test_a_folder_without_transformers_is_refused(tmp_path):
     with pytest.raises(NotATransformers, match="holds no transformers package"):
-        plan.library(tmp_path)
+        sweep_plan.library(tmp_path)
 
 
 def test_a_sample_is_spread_evenly(tmp_path):
     tasks = [pool.Task(Path("f"), f"{i:02}/modeling.py", tmp_path / f"{i}.json", "verified") for i in range(20)]
     names = {f"{number:02}/modeling.py" for number in (0, 5, 10, 15)}
-    assert plan.sampled(tasks, 4) == names
-    assert plan.sampled(tasks, 0) == set()
+    assert sweep_plan.sampled(tasks, 4) == names
+    assert sweep_plan.sampled(tasks, 0) == set()
 
 
 def test_what_changed_is_known_by_its_text(tmp_path, monkeypatch):
@@ -143,13 +143,13 @@ def test_what_changed_is_known_by_its_text(tmp_path, monkeypatch):
         "run",
         lambda given, jobs: [Row(t.name, rewritten_sha256="new" if t.name in changed else "same") for t in given],
     )
-    assert plan.changed(tasks, before, 1) == {"00/modeling.py", "07/modeling.py"}
+    assert sweep_plan.changed(tasks, before, 1) == {"00/modeling.py", "07/modeling.py"}
 
 
 def test_a_folder_that_is_none_is_an_error():
     installed = find_transformers()
-    assert [name for name, _ in plan.files(installed, ["llama"])] == ["llama/modeling_llama.py"]
+    assert [name for name, _ in sweep_plan.files(installed, ["llama"])] == ["llama/modeling_llama.py"]
     with pytest.raises(UnknownModelFolder, match="did you mean llama"):
-        plan.files(installed, ["llama", "lama"])
+        sweep_plan.files(installed, ["llama", "lama"])
     with pytest.raises(UnknownModelFolder, match="did you mean blip"):
-        plan.files(installed, ["blip/modeling_blip.py"])
+        sweep_plan.files(installed, ["blip/modeling_blip.py"])

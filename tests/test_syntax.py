@@ -6,7 +6,7 @@ import inspect
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import parts
+from rewrite.analysis.tree.module import parts
 
 SOURCE = '''\
 #!/usr/bin/env python

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rewrite.analysis.step.layer_methods import _unpacked
+from rewrite.analysis.decode.layer_methods import _unpacked
 from rewrite.analysis.terms.spelling import Term, constant, make
 
 HIDDEN = Term("parameter", (), "hidden_states")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import libcst as cst
 import pytest
 
-from rewrite.analysis.step.source import source
-from rewrite.analysis.step.windows import agreed_window, stacked_in
-from rewrite.analysis.syntax.module import Module
+from rewrite.analysis.blocks.term_source import source
+from rewrite.analysis.blocks.windows import agreed_window, stacked_in
 from rewrite.analysis.terms.computation import Run
 from rewrite.analysis.terms.spelling import NONE, Term
+from rewrite.analysis.tree.module import Module
 
 FILE = """
 from torch import nn

@@ -1,4 +1,4 @@
-"""One libcst transform a file; this folder is the registry. Users bring others (`rewrite/outside.py`)."""
+"""One libcst transform a file; this folder is the registry. Users bring others (`rewrite/plugins.py`)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import pkgutil
 from pathlib import Path
 
 from rewrite.errors import OutsideTransformNotLoadable, UnknownTransform
-from rewrite.outside import outside_transforms
+from rewrite.plugins import outside_transforms
 from rewrite.transform import Transform, order
 
 
 def all_transforms() -> list[Transform]:
     """Return one instance of every transform in this folder, in the order in which the engine runs them."""
     found = []
-    for info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{info.name}")
+    names = (info.name for info in pkgutil.walk_packages(__path__, f"{__name__}.") if not info.ispkg)
+    for name in sorted(names, key=lambda dotted: dotted.rpartition(".")[2]):
+        module = importlib.import_module(name)
         classes = (value for value in vars(module).values() if isinstance(value, type))
         found += [cls() for cls in classes if issubclass(cls, Transform) and cls.__module__ == module.__name__]
     return order(found)

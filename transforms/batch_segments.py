@@ -8,9 +8,9 @@ from typing import ClassVar
 import libcst as cst
 
 from rewrite.analysis.effects import effects_of
-from rewrite.analysis.sites.segments import Loop, NotSegments, Segments, loops_over_pieces, segments
-from rewrite.analysis.syntax.module import ClassInfo, Module, walk
-from rewrite.analysis.syntax.replacement import call_statement, with_call
+from rewrite.analysis.patterns.segments import Loop, NotSegments, Segments, loops_over_pieces, segments
+from rewrite.analysis.tree.module import ClassInfo, Module, walk
+from rewrite.analysis.tree.replacement import call_statement, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 ATTENTION, WEIGHTS = "segment_attention", "segment_attention_weights"

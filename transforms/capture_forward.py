@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import ClassInfo, Module
+from rewrite.analysis.tree.module import ClassInfo, Module
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _BASE = "CapturedForward"

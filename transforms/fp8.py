@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.step.terms import LINEAR
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute
-from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, single_argument
-from rewrite.analysis.syntax.replacement import name_is_free
+from rewrite.analysis.blocks.terms import LINEAR
+from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute
+from rewrite.analysis.tree.nodes import called_attribute, calls_in, expression, single_argument
+from rewrite.analysis.tree.replacement import name_is_free
 from rewrite.operators import offers
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 

@@ -9,12 +9,12 @@ from typing import ClassVar
 import libcst as cst
 
 from rewrite.analysis.effects import Scope, before, effects_of, union, why_not_move
-from rewrite.analysis.sites.as_written import is_set_once
-from rewrite.analysis.sites.norms import runtime_norm
-from rewrite.analysis.sites.pairing import fused
-from rewrite.analysis.sites.residual import Pair, is_fused, norm_classes, pairs
-from rewrite.analysis.syntax.module import ClassInfo, Module, walk
-from rewrite.analysis.syntax.replacement import call_statement
+from rewrite.analysis.patterns.as_written import is_set_once
+from rewrite.analysis.patterns.norm_patterns import runtime_norm
+from rewrite.analysis.patterns.pairing import fused
+from rewrite.analysis.patterns.residual import Pair, is_fused, norm_classes, pairs
+from rewrite.analysis.tree.module import ClassInfo, Module, walk
+from rewrite.analysis.tree.replacement import call_statement
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 _KERNEL = "add_rms_norm"

@@ -8,7 +8,9 @@ from typing import ClassVar
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.moe.every_expert import EveryExpert, every_expert, every_form
+from rewrite.analysis.blocks.mlp_step import NAME, PARAMETERS, mlp_method
+from rewrite.analysis.blocks.own_methods import is_own_method, why_taken
+from rewrite.analysis.moe.all_experts import EveryExpert, every_expert, every_form
 from rewrite.analysis.moe.mixture import (
     Mixture,
     class_of,
@@ -19,13 +21,11 @@ from rewrite.analysis.moe.mixture import (
     mixture,
 )
 from rewrite.analysis.moe.routing import routing_rule
-from rewrite.analysis.step.mlp_step import NAME, PARAMETERS, mlp_method
-from rewrite.analysis.step.own_methods import is_own_method, why_taken
-from rewrite.analysis.syntax.methods import TENSOR, Method
-from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, self_attribute, walk
-from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, parameters
-from rewrite.analysis.syntax.replacement import call_statement, line
 from rewrite.analysis.terms.computation import NotComputable
+from rewrite.analysis.tree.methods import TENSOR, Method
+from rewrite.analysis.tree.module import ClassInfo, Module, names_in, self_attribute, walk
+from rewrite.analysis.tree.nodes import called_attribute, calls_in, expression, parameters
+from rewrite.analysis.tree.replacement import call_statement, line
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _NONE = m.Name("None")

@@ -10,12 +10,12 @@ import libcst as cst
 
 from rewrite.analysis.effects import HEAP, Effect, Scope, between, effects_of, why_not_move
 from rewrite.analysis.effects.identity import Identity
-from rewrite.analysis.sites.activations import Gated, gated_products, held, products_in_place
-from rewrite.analysis.sites.as_written import why_replaced
-from rewrite.analysis.sites.products import products_in
-from rewrite.analysis.sites.strides import reads_of
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
-from rewrite.analysis.syntax.nodes import block_of, expression
+from rewrite.analysis.patterns.as_written import why_replaced
+from rewrite.analysis.projections.activations import Gated, gated_products, held, products_in_place
+from rewrite.analysis.projections.elementwise_products import products_in
+from rewrite.analysis.projections.strides import reads_of
+from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.tree.nodes import block_of, expression
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 
@@ -82,7 +82,7 @@ class FuseGatedActivation(Transform):
         edits = [Edit(gated.product.node, (expression(f"gated_activation({arguments})"),))]
         if gated.local is not None:
             edits.append(Edit(module.statement(gated.activated), ()))
-        return Found(tuple(edits), ("products.gated_activation",))
+        return Found(tuple(edits), ("linear.gated_activation",))
 
 
 def _place(candidate: Candidate, module: Module) -> tuple[ClassInfo, cst.FunctionDef]:

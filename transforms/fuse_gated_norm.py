@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.sites.gated_norms import gated_norm_call
-from rewrite.analysis.sites.mean_squares import norm_places
-from rewrite.analysis.sites.norms import NotProven
-from rewrite.analysis.syntax.module import Module
-from rewrite.analysis.syntax.nodes import calls_in, parameters
-from rewrite.analysis.syntax.replacement import call_statement, is_docstring, name_is_free
+from rewrite.analysis.patterns.gated_norms import gated_norm_call
+from rewrite.analysis.patterns.mean_squares import norm_places
+from rewrite.analysis.patterns.norm_patterns import NotProven
 from rewrite.analysis.terms.computation import NotComputable
+from rewrite.analysis.tree.module import Module
+from rewrite.analysis.tree.nodes import calls_in, parameters
+from rewrite.analysis.tree.replacement import call_statement, is_docstring, name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 OPERATOR, RESULT = "gated_norm", "normed"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from rewrite.analysis.sites.mean_squares import norm_places
-from rewrite.analysis.sites.norms import NotProven, computed, layer_norm_call, said
-from rewrite.analysis.syntax.module import Module
-from rewrite.analysis.syntax.replacement import call_statement, returning
+from rewrite.analysis.patterns.mean_squares import norm_places
+from rewrite.analysis.patterns.norm_patterns import NotProven, computed, layer_norm_call, said
 from rewrite.analysis.terms.computation import NotComputable
+from rewrite.analysis.tree.module import Module
+from rewrite.analysis.tree.replacement import call_statement, returning
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 

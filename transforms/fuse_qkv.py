@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from rewrite.analysis.sites.comprehended import comprehended, merge_comprehended
-from rewrite.analysis.sites.projections import REASONS, is_gated_product, merge, projection_groups
-from rewrite.analysis.syntax.module import Module
+from rewrite.analysis.projections.comprehended import comprehended, merge_comprehended
+from rewrite.analysis.projections.projections import REASONS, is_gated_product, merge, projection_groups
+from rewrite.analysis.tree.module import Module
 from rewrite.transform import Candidate, Found, Numerics, Skip, Transform
 
 

@@ -8,11 +8,11 @@ from typing import ClassVar
 import libcst as cst
 
 from rewrite.analysis.effects import effects_of, why_unsure
-from rewrite.analysis.sites.rope import Rotation, other_part, rotations, same_rotation
-from rewrite.analysis.sites.turning import looks_turning
-from rewrite.analysis.syntax.module import ClassInfo, Module, walk
-from rewrite.analysis.syntax.replacement import call_statement, returning
+from rewrite.analysis.patterns.rope import Rotation, other_part, rotations, same_rotation
+from rewrite.analysis.patterns.turning import looks_turning
 from rewrite.analysis.terms.computation import NotComputable, body
+from rewrite.analysis.tree.module import ClassInfo, Module, walk
+from rewrite.analysis.tree.replacement import call_statement, returning
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 

@@ -9,14 +9,20 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.effects import Scope, effects_of
-from rewrite.analysis.sites.expansion import NotAnExpansion, called_function, is_expanding, is_lengthening, repetition
-from rewrite.analysis.sites.grouping import Repeated, grouped
-from rewrite.analysis.sites.lookups import is_lookup
-from rewrite.analysis.sites.readers import reads_of
-from rewrite.analysis.sites.turning import looks_turning
-from rewrite.analysis.syntax.module import ClassInfo, Module, walk
-from rewrite.analysis.syntax.nodes import block_of
-from rewrite.analysis.syntax.replacement import call_statement, name_is_free
+from rewrite.analysis.patterns.expansion import (
+    NotAnExpansion,
+    called_function,
+    is_expanding,
+    is_lengthening,
+    repetition,
+)
+from rewrite.analysis.patterns.grouping import Repeated, grouped
+from rewrite.analysis.patterns.lookups import is_lookup
+from rewrite.analysis.patterns.readers import reads_of
+from rewrite.analysis.patterns.turning import looks_turning
+from rewrite.analysis.tree.module import ClassInfo, Module, walk
+from rewrite.analysis.tree.nodes import block_of
+from rewrite.analysis.tree.replacement import call_statement, name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 _GROUPS = "num_key_value_groups"
@@ -146,6 +152,6 @@ def _after_lookup(node: cst.Call | cst.Subscript, module: Module) -> Found:
     target = small.target if isinstance(small, cst.AnnAssign) else target
     if isinstance(target, cst.Name) and isinstance(small, (cst.Assign, cst.AnnAssign)) and small.value is node:
         new = call_statement(f"{target.value} = ", "native_gqa", [target.value], module)
-        return Found((Edit(line, (line, new)),), ("attention.native_gqa",))
+        return Found((Edit(line, (line, new)),), ("attention.grouped_query",))
     around = cst.Call(cst.Name("native_gqa"), [cst.Arg(node.with_changes(lpar=[], rpar=[]))])
-    return Found((Edit(node, (around,)),), ("attention.native_gqa",))
+    return Found((Edit(node, (around,)),), ("attention.grouped_query",))

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import libcst as cst
 
+from rewrite.analysis.blocks.terms import LINEAR
 from rewrite.analysis.effects import effects_of
-from rewrite.analysis.sites.as_written import why_replaced
-from rewrite.analysis.sites.linear_calls import only_argument
-from rewrite.analysis.step.terms import LINEAR
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_assignments, self_attribute, without_runtime
-from rewrite.analysis.syntax.nodes import called_attribute, calls_in
-from rewrite.analysis.syntax.replacement import name_is_free, with_call
+from rewrite.analysis.patterns.as_written import why_replaced
+from rewrite.analysis.projections.linear_calls import only_argument
+from rewrite.analysis.tree.module import ClassInfo, Module, self_assignments, self_attribute, without_runtime
+from rewrite.analysis.tree.nodes import called_attribute, calls_in
+from rewrite.analysis.tree.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 OPERATOR = "routed_linear"

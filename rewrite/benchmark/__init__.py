@@ -6,6 +6,6 @@ chart. Nothing here imports torch or transformers before a measurement starts.
 
 from __future__ import annotations
 
-from .plan import Cell, Plan
+from .benchmark_plan import Cell, Plan
 
 __all__ = ["Cell", "Plan"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from rewrite.errors import RewriteError
 from rewrite.measure.presets import SHAPES
 
-from .plan import LIGER, ORIGINAL, OURS, STATIC, STEP, Cell, Plan, cells, write_json
+from .benchmark_plan import LIGER, ORIGINAL, OURS, STATIC, STEP, Cell, Plan, cells, write_json
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -68,8 +68,8 @@ def plan_of(given: argparse.Namespace) -> Plan:
 
 def main() -> int:
     """Measure, print a table, write what was asked for. Returns the exit code."""
-    from . import chart, tables
-    from .run import measure
+    from . import benchmark_tables, chart
+    from .benchmark_run import measure
 
     given = parser().parse_args()
     keep = (lambda record: write_json(given.json, record)) if given.json else (lambda record: None)
@@ -77,13 +77,13 @@ def main() -> int:
         if given.png:
             chart.require_matplotlib()
         record = measure(plan_of(given), keep, lambda message: print(f"… {message}", file=sys.stderr, flush=True))
-        print(tables.text(record))
+        print(benchmark_tables.text(record))
         if given.png:
             chart.draw(record, given.png)
     except RewriteError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    return tables.exit_code(record)
+    return benchmark_tables.exit_code(record)
 
 
 if __name__ == "__main__":

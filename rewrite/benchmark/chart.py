@@ -8,7 +8,7 @@ from typing import Any
 
 from rewrite.errors import UsageError
 
-from .plan import LIGER, ORIGINAL, OURS, STATIC, STEP, TITLES
+from .benchmark_plan import LIGER, ORIGINAL, OURS, STATIC, STEP, TITLES
 
 COLOURS = {ORIGINAL: "#9aa5b1", LIGER: "#c3a6b1", STATIC: "#7b93b4", STEP: "#56749c", OURS: "#d1495b"}
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .plan import COMPILED, ORIGINAL, OURS, STATIC, Cell, Plan
+from .benchmark_plan import COMPILED, ORIGINAL, OURS, STATIC, Cell, Plan
 
 LIMIT_S = 300
 NEW_TOKENS = 32
@@ -63,23 +63,23 @@ def measure(plan: Plan, side: str, cell: Cell) -> dict[str, Any]:
     import torch
 
     from rewrite.measure.presets import config_for
-    from rewrite.verify.models import sides
+    from rewrite.verify.models import loaded_sides
 
-    from . import models
+    from . import benchmark_models
 
-    subject = models.load(plan.package, plan.original)
+    subject = benchmark_models.load(plan.package, plan.original)
     model_class = subject.rewritten if side == OURS else subject.original
     if plan.weights is not None:
-        model = models.from_checkpoint(model_class, plan.weights, plan.dtype, plan.device)
+        model = benchmark_models.from_checkpoint(model_class, plan.weights, plan.dtype, plan.device)
     else:
         assert plan.shape is not None
-        model = models.build(
+        model = benchmark_models.build(
             model_class, config_for(subject.original.config_class, plan.shape), plan.dtype, plan.device
         )
     vocab = int(model.config.get_text_config().vocab_size)
     prompt = torch.randint(vocab, (cell.batch, cell.context), device=plan.device)
-    if hasattr(model, sides.BEGINS):  # as it is for everybody else
-        setattr(model, sides.BEGINS, None)
+    if hasattr(model, loaded_sides.BEGINS):  # as it is for everybody else
+        setattr(model, loaded_sides.BEGINS, None)
     gpu = plan.device != "cpu"
     held = 0
     if gpu:

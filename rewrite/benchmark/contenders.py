@@ -13,15 +13,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rewrite.measure.contender import Contender
-from rewrite.verify.generation.loop import SWITCH
+from rewrite.verify.generation.loop_checks import SWITCH
 
-from .parity import keeping
-from .plan import LIGER, ORIGINAL, OURS, STATIC, STEP
+from .benchmark_plan import LIGER, ORIGINAL, OURS, STATIC, STEP
+from .token_parity import keeping
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .models import Subject
+    from .benchmark_models import Subject
 
 LIGER_CONFIGURATIONS = 4
 SWITCH_OF_TUNING = "LIGER_FUSED_MOE_AUTOTUNE"
@@ -56,7 +56,7 @@ class CompiledStep:
     def __init__(self, model: Any, batch: int, capacity: int, steps: int):
         from transformers import StaticCache
 
-        from hf_rewrite_runtime.cache.names import argument_of
+        from hf_rewrite_runtime.cache.cache_argument import argument_of
 
         self.name, self.short, self.steps = STEP, 16, steps
         self.model, self.keep = model, keeping(model, 1)
@@ -121,7 +121,7 @@ def liger_installed() -> bool:
 
 def liger(subject: Subject, donor: Any, new_tokens: int) -> Contender:
     """The original with Liger's kernels, and the parameters of `donor`."""
-    from .models import sharing
+    from .benchmark_models import sharing
 
     model = with_liger(subject, lambda kind: sharing(kind, donor))
     return Generating(LIGER, model, 2, min(new_tokens, SLOW_STEPS))
@@ -149,7 +149,7 @@ def with_liger(subject: Subject, made: Callable[[Any], Any]) -> Any:
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    from .models import private_copy
+    from .benchmark_models import private_copy
 
     shorten_tuning()
 

@@ -12,10 +12,10 @@ from rewrite.measure.presets import config_for
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.verify.models.configs import small_variants
 
-from . import forward
-from .models import Subject, build, from_checkpoint, load, sharing
-from .run import described
-from .tables import NONE, Table
+from . import forward_speed
+from .benchmark_models import Subject, build, from_checkpoint, load, sharing
+from .benchmark_run import described
+from .benchmark_tables import NONE, Table
 
 Progress = Callable[[str], object]
 ROUNDS = (5, 60)
@@ -37,7 +37,7 @@ class ForwardPlan:
     dtype: str = "bfloat16"
     batches: tuple[int, ...] = (1, 32)
     tokens: int = 128
-    sides: tuple[str, ...] = forward.SIDES
+    sides: tuple[str, ...] = forward_speed.SIDES
     seconds: float = 4.0
 
 
@@ -54,7 +54,7 @@ def measure(plan: ForwardPlan, progress: Progress) -> dict[str, Any]:
     subject = load(plan.package, plan.original, calls=True)
     ours = _built(plan, subject)
     theirs = sharing(subject.original, ours)
-    graphs = runtime_part(str(subject.rewritten.__module__).rpartition(".")[0], "forward/switch")
+    graphs = runtime_part(str(subject.rewritten.__module__).rpartition(".")[0], "forward/forward_settings")
     record: dict[str, Any] = {
         **described(plan.package, subject, plan.device),
         "shape": plan.shape or ("" if plan.weights else "the configuration's own sizes"),
@@ -67,8 +67,8 @@ def measure(plan: ForwardPlan, progress: Progress) -> dict[str, Any]:
     for batch in plan.batches:
         progress(f"batch {batch}")
         torch._dynamo.reset()  # no batch size inherits what was learnt of another
-        inputs = forward.arguments(ours, batch, plan.tokens, plan.device)
-        cell = forward.Forward(theirs, ours, graphs, inputs, plan.device, plan.sides)
+        inputs = forward_speed.arguments(ours, batch, plan.tokens, plan.device)
+        cell = forward_speed.Forward(theirs, ours, graphs, inputs, plan.device, plan.sides)
         cell.prepare()
         parity = cell.parity()
         record["cells"].append(
@@ -77,7 +77,7 @@ def measure(plan: ForwardPlan, progress: Progress) -> dict[str, Any]:
                 "inputs": {name: list(getattr(value, "shape", ())) for name, value in inputs.items()},
                 "sides": cell.times(ROUNDS, plan.seconds),
                 "errors": cell.errors,
-                "parity": {"errors": parity, "passed": forward.agrees(parity)},
+                "parity": {"errors": parity, "passed": forward_speed.agrees(parity)},
             }
         )
         del cell
@@ -104,10 +104,12 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table]:
     for cell in record["cells"]:
         sides = cell["sides"]
         rows = [_row(name, sides[name]) for name in sorted(sides, key=lambda name: -sides[name]["ms"])]
-        errors = ", ".join(f"{forward.TITLES[name]} {error:.2e}" for name, error in cell["parity"]["errors"].items())
+        errors = ", ".join(
+            f"{forward_speed.TITLES[name]} {error:.2e}" for name, error in cell["parity"]["errors"].items()
+        )
         outcome = "agree" if cell["parity"]["passed"] else "DO NOT AGREE"
         notes = [f"outputs {outcome}, errors against fp32: {errors}"]
-        notes += [f"{forward.TITLES[name]}: {error}" for name, error in cell["errors"].items()]
+        notes += [f"{forward_speed.TITLES[name]}: {error}" for name, error in cell["errors"].items()]
         shapes = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in cell["inputs"].items() if shape)
         yield Table(f"a call, batch {cell['batch']} ({shapes})", ("", "ms", "rewritten is"), tuple(rows), tuple(notes))
 
@@ -115,14 +117,14 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table]:
 def _row(name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
     ratio = figures.get("ours")
     said = f"{ratio['value']:.2f}× ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else NONE
-    return forward.TITLES[name], f"{figures['ms']:.3f}", said
+    return forward_speed.TITLES[name], f"{figures['ms']:.3f}", said
 
 
 def exit_code(record: Mapping[str, Any]) -> int:
     """0, or 1 where outputs differ, a rewritten side failed, or ours is slower than the original as it is on a GPU."""
     for cell in record["cells"]:
-        own = (forward.OURS, forward.OURS_COMPILED)
-        ratio = cell["sides"].get(forward.ORIGINAL, {}).get("ours", {"high": 1.0})
+        own = (forward_speed.OURS, forward_speed.OURS_COMPILED)
+        ratio = cell["sides"].get(forward_speed.ORIGINAL, {}).get("ours", {"high": 1.0})
         slower = ratio["high"] < 1.0 and record["gpu"]
         if not cell["parity"]["passed"] or slower or any(name in cell["errors"] for name in own):
             return 1

@@ -16,17 +16,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rewrite.console.progress_steps import Step
 from rewrite.errors import RewriteError, UsageError
 from rewrite.measure import profiling, timing
 from rewrite.measure.categories import CATEGORIES, TITLES
 from rewrite.measure.presets import SHAPES, config_for
-from rewrite.show.step import Step
 
-from . import contenders, parity
-from .models import build, load, sharing
-from .plan import ORIGINAL, OURS, Cell, Plan, write_json
-from .run import _quiet, claim, header
-from .tables import NONE, Table, narrow, plain_rows, ratio_text
+from . import contenders, token_parity
+from .benchmark_models import build, load, sharing
+from .benchmark_plan import ORIGINAL, OURS, Cell, Plan, write_json
+from .benchmark_run import _quiet, claim, header
+from .benchmark_tables import NONE, Table, narrow, plain_rows, ratio_text
 
 MANIFEST = "ladder.json"
 LARGE = 0.02
@@ -78,7 +78,7 @@ def measure(
             "rungs": [],
         }
         progress("what the original generates")
-        truth = parity.truth(theirs, prompts, plan.parity_tokens)
+        truth = token_parity.truth(theirs, prompts, plan.parity_tokens)
         baseline = contenders.original(theirs, plan.new_tokens)
         first = _profiled(baseline, prompts[: cell.batch], plan.device)
         record["rungs"].append({"name": "original, eager", "sites": 0, **first})
@@ -103,9 +103,9 @@ def measure(
 
 
 def _rung(
-    plan: Plan, cell: Cell, side: Any, baseline: Any, theirs: Any, truth: parity.Truth, prompts: Any
+    plan: Plan, cell: Cell, side: Any, baseline: Any, theirs: Any, truth: token_parity.Truth, prompts: Any
 ) -> dict[str, Any]:
-    found = parity.compare(theirs, truth, parity.generated(side, prompts, plan.parity_tokens, cell.batch))
+    found = token_parity.compare(theirs, truth, token_parity.generated(side, prompts, plan.parity_tokens, cell.batch))
     sides = {OURS: side, ORIGINAL: baseline}
     for one in sides.values():
         one.generate(prompts[: cell.batch], one.short + one.steps)

@@ -12,11 +12,11 @@ from rewrite.measure.runtime_part import runtime_part
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .models import Subject
+    from .benchmark_models import Subject
 
 ROUNDS = 7
 ROUNDING = 256
-"""As in `runtime/decode/graph_store.py`: capacities are multiples of this."""
+"""As in `runtime/decode/graph_cache.py`: capacities are multiples of this."""
 
 
 def new_graph(model: Any, rows: int, tokens: int) -> Any:
@@ -25,9 +25,9 @@ def new_graph(model: Any, rows: int, tokens: int) -> Any:
     Its class has no decode loop, or nothing is captured on the model's device.
     """
     package = type(model).__module__.rpartition(".")[0]
-    if not isinstance(model, runtime_part(package, "decode/generation").GraphGeneration):
+    if not isinstance(model, runtime_part(package, "generate/generation").GraphGeneration):
         return None
-    graph = runtime_part(package, "decode/graph").DecodeGraph(model, rows, -(-tokens // ROUNDING) * ROUNDING)
+    graph = runtime_part(package, "decode/step_graph").DecodeGraph(model, rows, -(-tokens // ROUNDING) * ROUNDING)
     return graph if graph.captures else None
 
 
@@ -42,7 +42,7 @@ def replays(subject: Subject, model: Any, prompt: Tensor, steps: int, room: int)
     if graph is None:
         return None
     package = subject.rewritten.__module__.rpartition(".")[0]
-    sampling = runtime_part(package, "decode/sampling").Sampling([], False, None, None)
+    sampling = runtime_part(package, "sampling/sampling").Sampling([], False, None, None)
     tokens = graph.prefill(prompt).argmax(-1)
     program = graph.program(sampling)
     position_ids = prompt.new_full((rows, 1), length)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from . import ladder
-from .plan import LIGER, ORIGINAL, OURS, STATIC, STEP
-from .tables import NONE
+from .benchmark_plan import LIGER, ORIGINAL, OURS, STATIC, STEP
+from .benchmark_tables import NONE
 
 COLUMNS = (ORIGINAL, LIGER, STATIC, STEP, OURS)
 Record = Mapping[str, Any]

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from rewrite.measure import timing
 
+from .benchmark_plan import ORIGINAL, OURS, Plan
 from .overhead import new_graph
-from .parity import keeping
-from .plan import ORIGINAL, OURS, Plan
+from .token_parity import keeping
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .tables import Table, narrow, ratio_text
+from .benchmark_tables import Table, narrow, ratio_text
 
 ORIGINAL, OURS, ORIGINAL_TP, OURS_TP = "original", "ours", "original_tp", "ours_tp"
 ORIGINAL_EP, OURS_EP = "original_ep", "ours_ep"

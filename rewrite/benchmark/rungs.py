@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rewrite.engine.build import build
+from rewrite.codemod.build import build
+from rewrite.console.progress_steps import Step
 from rewrite.errors import NothingToRewrite
 from rewrite.package.assemble import Package, assemble
 from rewrite.package.lock import Options
-from rewrite.show.step import Step
+from rewrite.source.resolve import Source
 from rewrite.transform import Stage, Transform
-from rewrite.upstream.source import Source
 
 MANIFEST = "ladder.json"
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rewrite.commands.options import FOLDER, Command, class_option, reporting_options, verification_options
+from rewrite.options.shared_options import FOLDER, Command, class_option, reporting_options, verification_options
 
 if TYPE_CHECKING:
-    from rewrite.deliver.acceptance import Acceptance
-    from rewrite.deliver.verification import Request
+    from rewrite.console.console import Screen
+    from rewrite.delivery.acceptance import Acceptance
+    from rewrite.delivery.verification import Request
     from rewrite.package.lock import Lock
-    from rewrite.show.console import Screen
-    from rewrite.upstream.source import Source
+    from rewrite.source.resolve import Source
 
 
 @click.command(
@@ -47,11 +47,11 @@ def accept(
     runs. What could not run is never accepted, nor a package whose decode loop computes something else than its
     forward; parameters that the original does not have are zeros, or what the class begins with, beside it.
     """
-    from rewrite.deliver import report, verification
+    from rewrite.console.console import Screen
+    from rewrite.delivery import json_report, verification
     from rewrite.errors import NotAcceptable
     from rewrite.package import original
     from rewrite.package.lock import read_lock
-    from rewrite.show.console import Screen
 
     if not reason.strip():
         raise click.UsageError("--reason is empty: say why the change is meant")
@@ -65,11 +65,11 @@ def accept(
         accepted = _accept(screen, folder, lock, source, reason.strip(), request)
     except NotAcceptable as error:
         refused = {"folder": str(folder), "accepted": False, "reason": reason.strip(), "refused": str(error)}
-        report.write(json_path, "accept", refused)
+        json_report.write(json_path, "accept", refused)
         raise
     failed = {"original": accepted.against_original, "generated": accepted.against_generated} if accepted else {}
     data = {"folder": str(folder), "accepted": accepted is not None, "reason": reason.strip(), "failed": failed}
-    report.write(json_path, "accept", data)
+    json_report.write(json_path, "accept", data)
     return 0
 
 
@@ -81,7 +81,7 @@ def _accept(
     Raises:
         NotAcceptable: if a check could not run, nothing was compared, or the package does not agree with itself.
     """
-    from rewrite.deliver import acceptable, acceptance, verdict_file, verification
+    from rewrite.delivery import acceptable, acceptance, verdict_file, verification
     from rewrite.errors import NotAcceptable
     from rewrite.package import output
     from rewrite.package.assemble import VERDICT_NAME

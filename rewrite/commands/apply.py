@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rewrite.commands.options import (
+from rewrite.options.shared_options import (
     FOLDER,
     OUTPUT,
     Command,
@@ -26,13 +26,13 @@ from rewrite.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from rewrite.deliver.beside import Judge
-    from rewrite.deliver.verification import Request
+    from rewrite.console.console import Screen
+    from rewrite.delivery.verification import Request
+    from rewrite.delivery.worker import Judge
     from rewrite.package.output import Output
-    from rewrite.show.console import Screen
+    from rewrite.source.installed import Installed
+    from rewrite.source.resolve import Source
     from rewrite.transform import Transform
-    from rewrite.upstream.installed import Installed
-    from rewrite.upstream.source import Source
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def apply(**given: Any) -> int:
     MODEL is a model type of transformers (llama, XLM-RoBERTa), a class (LlamaForCausalLM), a path of a modeling file,
     which takes its neighbours along, a dotted module, a checkpoint folder or its config.json, or ORG/NAME on the Hub.
     """
-    from rewrite.show.console import Screen
+    from rewrite.console.console import Screen
 
     job = _job(**given)
     screen = Screen(patch=job.diff_style == "unified", json=job.json_path, quiet=job.quiet)
@@ -131,7 +131,7 @@ def _job(
     quiet: bool,
     **rest: Any,
 ) -> Job:
-    from rewrite.deliver.verification import Request
+    from rewrite.delivery.verification import Request
 
     if not model.strip():
         raise click.UsageError("MODEL is empty: name a model (`rewrite models` lists the types)")
@@ -164,30 +164,30 @@ def _job(
 
 
 def _run(job: Job, screen: Screen) -> int:
-    from rewrite.deliver import beside
+    from rewrite.delivery import worker
 
     own = bool(click.get_current_context().obj)
-    with beside.judge(own and job.verify and not job.dry_run and job.out is not None, job.request.quick) as judge:
+    with worker.judge(own and job.verify and not job.dry_run and job.out is not None, job.request.quick) as judge:
         return _all(replace(job, judge=judge), screen)
 
 
 def _all(job: Job, screen: Screen) -> int:
-    from rewrite import collector
-    from rewrite.upstream import release
+    from rewrite import gc_paused
+    from rewrite.source import release
 
     # Without a verification nothing outlives the rewriting that would be worth collecting.
-    with release.library(job.asked) as library, contextlib.nullcontext() if job.verify else collector.paused():
+    with release.library(job.asked) as library, contextlib.nullcontext() if job.verify else gc_paused.paused():
         return _with(library, job, screen)
 
 
 def _with(library: Installed | None, job: Job, screen: Screen) -> int:
     """Run the job on the model that a transformers has."""
-    from rewrite.deliver import commits, verification
+    from rewrite.delivery import commits, verification
     from rewrite.package import output, swap
     from rewrite.package.assemble import modeling_name
+    from rewrite.source import verifiable
+    from rewrite.source.resolve import resolve, weights_fit
     from rewrite.transforms import select
-    from rewrite.upstream import verifiable
-    from rewrite.upstream.source import resolve, weights_fit
 
     transforms = select(job.only, job.skip, job.also, job.out)
     with screen.working(f"finding {job.model}"):
@@ -214,9 +214,9 @@ def _with(library: Installed | None, job: Job, screen: Screen) -> int:
 
 
 def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Transform], place: Output | None) -> int:
-    from rewrite.deliver import report, summary
-    from rewrite.deliver.delivery import Delivery, deliver
-    from rewrite.engine.build import require_sites, tried
+    from rewrite.codemod.build import require_sites, tried
+    from rewrite.delivery import json_report, summary
+    from rewrite.delivery.delivery import Delivery, deliver
     from rewrite.package import original
     from rewrite.package.assemble import assemble
     from rewrite.package.lock import Options
@@ -225,7 +225,7 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
     with screen.working(f"rewriting {source.path.name}"):
         built = tried(source, transforms)
     if not built.rewritten.sites:
-        report.write(job.json_path, "apply", {**report.of_build(built), "written": False})
+        json_report.write(job.json_path, "apply", {**json_report.of_build(built), "written": False})
     require_sites(built)
     before, name = original.text_of(source.path), original.patch_path(source)
     screen.show_diff(before, built.rewritten.text, name, job.diff_style)
@@ -233,7 +233,7 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
         summary.show_build(screen, built, transforms)
         screen.line("written", "nothing (--dry-run)")
         screen.line("next", f"rewrite {job.model} --out {_folder_for(source)}")
-        report.write(job.json_path, "apply", report.of_build(built))
+        json_report.write(job.json_path, "apply", json_report.of_build(built))
         return 0
     vendored = place.previous is not None and place.previous.options.vendored
     package = assemble(built, transforms, Options(job.only, job.skip, job.also, vendored), place.folder)

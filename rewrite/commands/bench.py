@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from rewrite.commands.options import DTYPES, FOLDER, OUTPUT, Command, complete_models, reporting_options
+from rewrite.options.shared_options import DTYPES, FOLDER, OUTPUT, Command, complete_models, reporting_options
 
 if TYPE_CHECKING:
     from rewrite.benchmark import Plan
-    from rewrite.benchmark.tables import Table
-    from rewrite.show.console import Screen
-    from rewrite.upstream.source import Source
+    from rewrite.benchmark.benchmark_tables import Table
+    from rewrite.console.console import Screen
+    from rewrite.source.resolve import Source
 
 SHAPES = ("tiny", "1b", "8b", "70b", "30b-a3b")
 SIDES = ("original", "static", "step", "liger", "ours")
@@ -111,8 +111,8 @@ def bench(
     --forward measures a call instead, of any model: batch 1 and 32, texts of --context tokens (default: 128), images
     of the configuration's size, 10 s of sound; eager and compiled.
     """
-    from rewrite.deliver import verification
-    from rewrite.show.console import Screen
+    from rewrite.console.console import Screen
+    from rewrite.delivery import verification
 
     screen = Screen(json=options["json_path"], quiet=quiet)
     if ladder_prepare is not None:
@@ -137,32 +137,32 @@ def bench(
 
 
 def _bench(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
-    from rewrite.benchmark import chart, run, tables
-    from rewrite.benchmark.plan import plain, write_json
-    from rewrite.deliver import report
+    from rewrite.benchmark import benchmark_run, benchmark_tables, chart
+    from rewrite.benchmark.benchmark_plan import plain, write_json
+    from rewrite.delivery import json_report
 
     json_path = options["json_path"]
     keep = (lambda record: write_json(json_path, record)) if _is_file(json_path) else (lambda record: None)
     with screen.working("measuring") as progress:
-        record = run.measure(plan, keep, progress)
-    for label, text in tables.head(record):
+        record = benchmark_run.measure(plan, keep, progress)
+    for label, text in benchmark_tables.head(record):
         screen.line(label, text)
-    for table in tables.tables(record):
+    for table in benchmark_tables.tables(record):
         _show(screen, table)
-    report.write(json_path, "bench", plain(record))
+    json_report.write(json_path, "bench", plain(record))
     if options["png"] is not None:
         chart.draw(record, options["png"])
-    code = tables.exit_code(record)
+    code = benchmark_tables.exit_code(record)
     if code:
         screen.problem("failed", "it is slower than its original as it stands, did not run, or its tokens differ")
     return code
 
 
 def _ranks(screen: Screen, plan: Plan, ranks: int, options: Mapping[str, Any]) -> int:
+    from rewrite.benchmark import rank_speed as several
     from rewrite.benchmark import rank_tables
-    from rewrite.benchmark import ranks as several
-    from rewrite.benchmark.plan import plain
-    from rewrite.deliver import report
+    from rewrite.benchmark.benchmark_plan import plain
+    from rewrite.delivery import json_report
 
     with screen.working("measuring on several ranks"):
         record = several.measure(plan, ranks)
@@ -170,7 +170,7 @@ def _ranks(screen: Screen, plan: Plan, ranks: int, options: Mapping[str, Any]) -
     screen.line("on", f"{ranks} × {record['device']}")
     for table in rank_tables.tables(record):
         _show(screen, table)
-    report.write(options["json_path"], "bench", plain(record))
+    json_report.write(options["json_path"], "bench", plain(record))
     code = rank_tables.exit_code(record)
     if code:
         screen.problem("failed", "it is slower than its original on the same ranks, or its tokens differ")
@@ -178,9 +178,9 @@ def _ranks(screen: Screen, plan: Plan, ranks: int, options: Mapping[str, Any]) -
 
 
 def _forward(screen: Screen, target: Target, options: Mapping[str, Any]) -> int:
-    from rewrite.benchmark import forward_run, tables
-    from rewrite.benchmark.plan import plain
-    from rewrite.deliver import report
+    from rewrite.benchmark import benchmark_tables, forward_run
+    from rewrite.benchmark.benchmark_plan import plain
+    from rewrite.delivery import json_report
     from rewrite.verify.models.device import usable_device
 
     device = usable_device(options["device"])
@@ -198,12 +198,12 @@ def _forward(screen: Screen, target: Target, options: Mapping[str, Any]) -> int:
     )
     with screen.working("measuring") as progress:
         record = forward_run.measure(plan, progress)
-    for label, text in tables.head(record):
+    for label, text in benchmark_tables.head(record):
         screen.line(label, text)
     for table in forward_run.tables(record):
         _show(screen, table)
     screen.line("explain", record["explain"])
-    report.write(options["json_path"], "bench", plain(record))
+    json_report.write(options["json_path"], "bench", plain(record))
     code = forward_run.exit_code(record)
     if code:
         screen.problem("failed", "it is slower than its original as it stands, did not run, or its outputs differ")
@@ -213,9 +213,9 @@ def _forward(screen: Screen, target: Target, options: Mapping[str, Any]) -> int:
 def _train(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
     from dataclasses import replace
 
-    from rewrite.benchmark import tables, training
-    from rewrite.benchmark.plan import plain, write_json
-    from rewrite.deliver import report
+    from rewrite.benchmark import benchmark_tables, training_speed
+    from rewrite.benchmark.benchmark_plan import plain, write_json
+    from rewrite.delivery import json_report
 
     asked = tuple(side for side in TRAINING_SIDES if side in options["sides"] or side in ("original", "ours"))
     default = TRAINING_SIDES if plan.device != "cpu" else ("original", "ours")
@@ -223,13 +223,13 @@ def _train(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
     json_path = options["json_path"]
     keep = (lambda record: write_json(json_path, record)) if _is_file(json_path) else (lambda record: None)
     with screen.working("measuring") as progress:
-        record = training.measure(plan, keep, progress)
-    for label, text in tables.head(record):
+        record = training_speed.measure(plan, keep, progress)
+    for label, text in benchmark_tables.head(record):
         screen.line(label, text)
-    for table in training.tables(record):
+    for table in training_speed.tables(record):
         _show(screen, table)
-    report.write(json_path, "bench", plain(record))
-    code = training.exit_code(record)
+    json_report.write(json_path, "bench", plain(record))
+    code = training_speed.exit_code(record)
     if code:
         screen.problem("failed", "its gradients differ, it is slower than its original, or it did not run")
     return code
@@ -237,8 +237,8 @@ def _train(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
 
 def _ladder(screen: Screen, target: str, options: Mapping[str, Any]) -> int:
     from rewrite.benchmark import ladder
-    from rewrite.benchmark.plan import plain, write_json
-    from rewrite.deliver import report
+    from rewrite.benchmark.benchmark_plan import plain, write_json
+    from rewrite.delivery import json_report
 
     with contextlib.ExitStack() as stack:
         folder, original = Path(target), None
@@ -252,7 +252,7 @@ def _ladder(screen: Screen, target: str, options: Mapping[str, Any]) -> int:
         with screen.working("climbing") as progress:
             record = ladder.measure(folder, _plan(folder, original, options), keep, progress)
     _show(screen, ladder.table(record))
-    report.write(json_path, "bench", plain(record))
+    json_report.write(json_path, "bench", plain(record))
     code = ladder.exit_code(record)
     if code:
         screen.problem("failed", "a rung did not run, or its tokens are not the original's")
@@ -271,7 +271,7 @@ def _prepare(screen: Screen, source: Source, folder: Path) -> int:
 
 def _plan(package: Path, original: str | None, options: Mapping[str, Any]) -> Plan:
     from rewrite.benchmark import Plan
-    from rewrite.benchmark.plan import cells
+    from rewrite.benchmark.benchmark_plan import cells
     from rewrite.verify.models.device import usable_device
 
     device = usable_device(options["device"])
@@ -299,7 +299,7 @@ def _plan(package: Path, original: str | None, options: Mapping[str, Any]) -> Pl
 def _package(screen: Screen, target: str, options: Mapping[str, Any]) -> Iterator[Target]:
     """The package in a folder; one made for the time of the measurement where a model is named."""
     from rewrite.benchmark.rungs import write
-    from rewrite.engine.build import build
+    from rewrite.codemod.build import build
     from rewrite.package.assemble import assemble
     from rewrite.package.lock import Options
     from rewrite.transforms import select
@@ -318,10 +318,10 @@ def _package(screen: Screen, target: str, options: Mapping[str, Any]) -> Iterato
 
 def _source(target: str, options: Mapping[str, Any]) -> Source:
     """The original of a package, or the file of a model."""
-    from rewrite.deliver import verification
+    from rewrite.delivery import verification
     from rewrite.package import original
     from rewrite.package.lock import read_lock
-    from rewrite.upstream.source import resolve
+    from rewrite.source.resolve import resolve
 
     if _is_package(target):
         source = original.find(Path(target), read_lock(Path(target)), options["given"])

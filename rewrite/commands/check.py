@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import FOLDER, OUTPUT, Command, reporting_options, transformers_option
+from rewrite.options.shared_options import FOLDER, OUTPUT, Command, reporting_options, transformers_option
 
 
 @click.command(
@@ -37,11 +37,11 @@ def check(
     """
     import shutil
 
-    from rewrite.deliver import report
+    from rewrite.delivery import json_report
     from rewrite.package import find
+    from rewrite.source import release
     from rewrite.sync import formats
-    from rewrite.sync.check import of_all
-    from rewrite.upstream import release
+    from rewrite.sync.package_check import of_all
 
     places = folders or find.packages(Path())
     with release.library(asked) as library:
@@ -54,5 +54,5 @@ def check(
         wide = style == "text" and sys.stdout.isatty()
         sys.stdout.write(formats.wrapped(text, shutil.get_terminal_size().columns) if wide else text)
     if json_path is not None:
-        report.write_raw(json_path, formats.as_json(found))
+        json_report.write_raw(json_path, formats.as_json(found))
     return 1 if any(found.values()) else 0

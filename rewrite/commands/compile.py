@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from rewrite.commands.bench import SHAPES, numbers
-from rewrite.commands.options import DTYPES, FOLDER, Command, reporting_options
 from rewrite.kernels.cards import CARDS
 from rewrite.kernels.chips import CHIPS
+from rewrite.options.shared_options import DTYPES, FOLDER, Command, reporting_options
 
 
 @click.command(
@@ -61,11 +61,11 @@ def compile(
     chip and by the versions of Triton and Python that are here; what is for its GPU a process copies to Triton's cache
     before it compiles anything. What other versions or sizes need is compiled as ever.
     """
-    from rewrite.deliver import report, verification
+    from rewrite.console.console import Screen
+    from rewrite.delivery import json_report, verification
     from rewrite.kernels import ahead
     from rewrite.package.lock import read_lock
-    from rewrite.show.console import Screen
-    from rewrite.upstream.checkpoint import read_config
+    from rewrite.source.checkpoint_folder import read_config
 
     screen = Screen(json=json_path, quiet=quiet)
     verification.require_libraries("compiling kernels")
@@ -83,5 +83,5 @@ def compile(
         kernels = "1 kernel" if len(set(names)) == 1 else f"{len(set(names))} kernels"
         screen.line("compiled", f"{kernels} in {len(names)} variants")
         screen.line("written", place)
-    report.write(json_path, "compile", {"folders": made})
+    json_report.write(json_path, "compile", {"folders": made})
     return 0

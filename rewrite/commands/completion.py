@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from rewrite.commands.options import Command, common_options
+from rewrite.options.shared_options import Command, common_options
 
 VARIABLE = "_REWRITE_COMPLETE"
 

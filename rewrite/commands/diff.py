@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rewrite.commands.options import FOLDER, Command, diff_option, reporting_options
+from rewrite.options.shared_options import FOLDER, Command, diff_option, reporting_options
 
 if TYPE_CHECKING:
     from rewrite.package.lock import Lock
@@ -53,11 +53,11 @@ def diff(
     With --quiet how much, in a line. `rewrite sync DIR --dry-run --show upstream` and `--show rewritten` show the
     other differences of an upgrade.
     """
-    from rewrite.deliver import report
+    from rewrite.console import differences
+    from rewrite.console.console import Screen
+    from rewrite.delivery import json_report
     from rewrite.package import original
     from rewrite.package.lock import read_lock
-    from rewrite.show import diff as differences
-    from rewrite.show.console import Screen
     from rewrite.sync import edits, rebuild, review
 
     if markdown and str(json_path) == "-":
@@ -79,7 +79,7 @@ def diff(
     else:
         screen.show_diff(before, after, path, diff_style)
     places, patch = [asdict(change) for change in changes], differences.unified(before, after, path)
-    report.write(json_path, "diff", {"path": path, "places": places, "patch": patch})
+    json_report.write(json_path, "diff", {"path": path, "places": places, "patch": patch})
     return 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import FOLDER, Command, reporting_options
+from rewrite.options.shared_options import FOLDER, Command, reporting_options
 
 
 @click.command(
@@ -21,13 +21,13 @@ def eject(folder: Path, json_path: Path | None, quiet: bool) -> int:
 
     The other files stay as they are, your edits too: plain files, which sync and check forget.
     """
-    from rewrite.deliver import report
-    from rewrite.show.console import Screen
+    from rewrite.console.console import Screen
+    from rewrite.delivery import json_report
     from rewrite.sync import restore
 
     gone = restore.eject(folder)
     screen = Screen(json=json_path, quiet=quiet)
     screen.line("ejected", f"{folder}: plain files, and yours; only the imports of the __init__.py were changed")
     screen.line("dropped", ", ".join(gone))
-    report.write(json_path, "eject", {"folder": str(folder), "dropped": list(gone)})
+    json_report.write(json_path, "eject", {"folder": str(folder), "dropped": list(gone)})
     return 0

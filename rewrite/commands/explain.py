@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import Command, complete_transforms, reporting_options
+from rewrite.options.shared_options import Command, complete_transforms, reporting_options
 
 REASON = """\
 ## {name}
@@ -28,10 +28,10 @@ def explain(transform: str, json_path: Path | None, quiet: bool) -> int:
     from rich.markdown import Markdown
 
     from rewrite.commands.transforms import described
-    from rewrite.deliver import report
+    from rewrite.console.console import Screen
+    from rewrite.delivery import json_report
     from rewrite.docs import section
-    from rewrite.package.reasons import reasons
-    from rewrite.show.console import Screen
+    from rewrite.package.package_reasons import reasons
     from rewrite.transforms import select
 
     if said := reasons().get(transform):
@@ -50,5 +50,5 @@ def explain(transform: str, json_path: Path | None, quiet: bool) -> int:
         screen.output.print(Markdown(text))
     else:
         screen.payload(text)
-    report.write(json_path, "explain", {"transform": {**data, "text": text}})
+    json_report.write(json_path, "explain", {"transform": {**data, "text": text}})
     return 0

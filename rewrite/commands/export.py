@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import FOLDER, Command, reporting_options, transformers_option
+from rewrite.options.shared_options import FOLDER, Command, reporting_options, transformers_option
 
 
 @click.command(
@@ -40,27 +40,27 @@ def export(
     has to be installed there, or goes along with --vendor. With --checkpoint, OUT gets its config.json with an
     `auto_map` that names them; OUT may be the checkpoint's own folder, where nothing else is changed.
     """
-    from rewrite.deliver import report
-    from rewrite.package import hub, vendor
+    from rewrite.console.console import Screen
+    from rewrite.delivery import json_report
+    from rewrite.package import hub_export, vendored_files
     from rewrite.package.lock import read_lock
-    from rewrite.show.console import Screen
-    from rewrite.upstream import release
+    from rewrite.source import release
 
     lock = read_lock(folder)
     with release.library(asked) as library:
-        made = hub.export(folder, lock, checkpoint, library, vendored)
-    gone = hub.write(out, made, checkpoint)
+        made = hub_export.export(folder, lock, checkpoint, library, vendored)
+    gone = hub_export.write(out, made, checkpoint)
     screen = Screen(json=json_path, quiet=quiet)
     runtime = sum(1 for name in made.files if name.startswith("rewrite_"))
     names = [lock.modeling, *([f"{runtime} files rewrite_*.py"] if runtime else [])]
     names += ["config.json"] if checkpoint is not None else []
     screen.line("written", f"{out}/{names[0]}" if len(names) == 1 else f"{out}/{{{', '.join(names)}}}")
     if not runtime:
-        screen.line("needs", f"pip install hf-rewrite-runtime~={vendor.runtime()[0]} (or --vendor)")
+        screen.line("needs", f"pip install hf-rewrite-runtime~={vendored_files.runtime()[0]} (or --vendor)")
     if gone:
         screen.line("", f"taken out, of an earlier export: {', '.join(gone)}")
     data = {"out": str(out), "files": sorted(made.files), "removed": list(gone), "auto_map": dict(made.auto_map)}
-    report.write(json_path, "export", data)
+    json_report.write(json_path, "export", data)
     if checkpoint is None:
         screen.line("config", "not written (--checkpoint takes one); its auto_map has to be:")
         screen.line("", json.dumps(made.auto_map))

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rewrite.commands.options import FOLDER, Command, reporting_options
 from rewrite.kernels.cards import CARDS
 from rewrite.kernels.chips import CHIPS
+from rewrite.options.shared_options import FOLDER, Command, reporting_options
 
 if TYPE_CHECKING:
+    from rewrite.console.console import Screen
     from rewrite.kernels.drift import Record
-    from rewrite.show.console import Screen
 
 
 @click.command(
@@ -56,7 +56,7 @@ def kernels(
     model on paper says that it takes there, and what bounds it. Exits with 1 if a launch fills under 85% of the
     processors.
     """
-    from rewrite.show.console import Screen
+    from rewrite.console.console import Screen
 
     screen = Screen(json=json_path, quiet=quiet)
     if cards:
@@ -65,14 +65,16 @@ def kernels(
         return _modelled(cards, names, record_path, json_path, screen)
     import os
 
-    from rewrite.deliver import report
-    from rewrite.kernels import drift, findings, run, tables
+    from rewrite.delivery import json_report
+    from rewrite.kernels import drift, findings, kernel_run, kernel_tables
 
     before = drift.Record.read(against_path) if against_path is not None else None
     with screen.working("compiling") as progress:
-        rows = run.compile_all(targets or tuple(CHIPS), names, jobs=jobs or os.cpu_count() or 1, progress=progress)
+        rows = kernel_run.compile_all(
+            targets or tuple(CHIPS), names, jobs=jobs or os.cpu_count() or 1, progress=progress
+        )
     found = findings.judge(rows)
-    for table in tables.tables(rows):
+    for table in kernel_tables.tables(rows):
         screen.figures(table.title, table.headings, table.rows, table.notes, gap=1)
     for finding in found:
         screen.problem("finding", str(finding))
@@ -85,7 +87,9 @@ def kernels(
     if record_path is not None:
         now.write(record_path)
     drifts = [] if before is None else _drifts(now, before, screen)
-    report.write(json_path, "kernels", tables.record(rows, found) | ({} if before is None else {"drifts": drifts}))
+    json_report.write(
+        json_path, "kernels", kernel_tables.record(rows, found) | ({} if before is None else {"drifts": drifts})
+    )
     return 1 if found or drifts else 0
 
 
@@ -105,10 +109,10 @@ def _modelled(
     cards: tuple[str, ...], names: tuple[str, ...], record_path: Path | None, json_path: Path | None, screen: Screen
 ) -> int:
     """Print the speed model's steps of models on cards. Returns the exit code."""
-    from rewrite.deliver import report
+    from rewrite.delivery import json_report
     from rewrite.errors import UnknownModelledStep
     from rewrite.kernels import planned, speed, speed_tables
-    from rewrite.kernels.models import STEPS
+    from rewrite.kernels.model_sizes import STEPS
 
     unknown = next((name for name in names if name not in STEPS), None)
     if unknown is not None:
@@ -134,5 +138,5 @@ def _modelled(
         screen.problem("unfilled", str(one))
     for step in steps:
         screen.line("modelled", speed_tables.summary(step))
-    report.write(json_path, "kernels", speed_tables.record(steps, low))
+    json_report.write(json_path, "kernels", speed_tables.record(steps, low))
     return 1 if low else 0

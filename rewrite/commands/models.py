@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rewrite.commands.options import Command, reporting_options, transformers_option
+from rewrite.options.shared_options import Command, reporting_options, transformers_option
 
 if TYPE_CHECKING:
-    from rewrite.show.console import Screen
-    from rewrite.upstream.installed import Installed, ModelType
+    from rewrite.console.console import Screen
+    from rewrite.source.installed import Installed, ModelType
 
 MODELS = "models/"
 
@@ -31,9 +31,9 @@ def models(filter_text: str, asked: str | None, json_path: Path | None, quiet: b
     Each comes with its modeling file below transformers/models; `(none)` is one that has no modeling file of its own
     and cannot be rewritten by that name. With --quiet the names alone.
     """
+    from rewrite.console.console import Screen
     from rewrite.errors import MissingTransformers
-    from rewrite.show.console import Screen
-    from rewrite.upstream import release
+    from rewrite.source import release
 
     with release.library(asked) as installed:
         if installed is None:
@@ -43,7 +43,7 @@ def models(filter_text: str, asked: str | None, json_path: Path | None, quiet: b
 
 
 def _list(installed: Installed, filter_text: str, screen: Screen, json_path: Path | None) -> None:
-    from rewrite.deliver import report
+    from rewrite.delivery import json_report
     from rewrite.errors import UnknownModel
 
     found = _matching(installed, filter_text)
@@ -59,7 +59,7 @@ def _list(installed: Installed, filter_text: str, screen: Screen, json_path: Pat
         screen.line("found", f"{of} of transformers {installed.version}, files below {installed.root / MODELS}")
         name = min(files, key=len)
         screen.line("next", f"rewrite {name} --out ./optimized_{name.replace('-', '_')}")
-    report.write(json_path, "models", {"transformers": installed.version, "models": files})
+    json_report.write(json_path, "models", {"transformers": installed.version, "models": files})
 
 
 def _matching(installed: Installed, text: str) -> list[ModelType]:

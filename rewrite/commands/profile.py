@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rewrite.commands.options import DTYPES, FOLDER, OUTPUT, Command, complete_models, reporting_options
+from rewrite.options.shared_options import DTYPES, FOLDER, OUTPUT, Command, complete_models, reporting_options
 
 if TYPE_CHECKING:
+    from rewrite.console.console import Screen
     from rewrite.profile.subject import Plan
-    from rewrite.show.console import Screen
 
 SHAPES = ("tiny", "1b", "8b", "30b-a3b", "default")
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -63,18 +63,18 @@ def profile(target: str | None, trace_path: Path | None, quiet: bool, **options:
     DIR is a package; a MODEL is rewritten for the profile. With --trace a trace made elsewhere is divided by category:
     of torch.profiler, rocprof or rocprofv3.
     """
-    from rewrite.show.console import Screen
+    from rewrite.console.console import Screen
 
     if (target is None) == (trace_path is None):
         raise click.UsageError("give either DIR|MODEL or --trace FILE")
     screen = Screen(json=options["json_path"], quiet=quiet)
     if options["html"] is not None or options["png"] is not None:
-        from rewrite.profile.report import require_libraries
+        from rewrite.profile.html_report import require_libraries
 
         require_libraries()
     beside = _beside(options)
     if trace_path is not None:
-        from rewrite.profile.made_elsewhere import record_of
+        from rewrite.profile.external_trace import record_of
 
         record = record_of(trace_path)
     else:
@@ -88,21 +88,22 @@ def profile(target: str | None, trace_path: Path | None, quiet: bool, **options:
 
 def _beside(options: Mapping[str, Any]) -> dict[str, Any]:
     """What was recorded before and is to stand in the report; read before anything is measured."""
-    from rewrite.profile import beside
+    from rewrite.profile import attachments
 
     found: dict[str, Any] = {}
     if options["ladder"] is not None:
-        found["ladder"] = beside.ladder(options["ladder"])
+        found["ladder"] = attachments.ladder(options["ladder"])
     if options["families"] is not None:
-        found["families"] = beside.families(options["families"])
+        found["families"] = attachments.families(options["families"])
     return found
 
 
 def _profiled(screen: Screen, target: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    from rewrite.benchmark.models import lock_of
+    from rewrite.benchmark.benchmark_models import lock_of
     from rewrite.commands.bench import _package
-    from rewrite.deliver import verification
-    from rewrite.profile import advice, looking, measure
+    from rewrite.delivery import verification
+    from rewrite.profile import advice, measure
+    from rewrite.redundant import redundancy_search
 
     verification.require_libraries("profiling")
     if options["traces"] is not None:
@@ -111,7 +112,7 @@ def _profiled(screen: Screen, target: str, options: Mapping[str, Any]) -> dict[s
         plan = _plan(found.package, str(found.source.path), options)
         record = measure.profile(plan, progress, options["traces"])
         if options["needless"]:
-            record["needless"] = looking.look(plan, progress)
+            record["needless"] = redundancy_search.look(plan, progress)
         record["advice"] = advice.derive(record, lock_of(found.package))
     return record
 
@@ -140,14 +141,16 @@ def _plan(package: Path, original: str, options: Mapping[str, Any]) -> Plan:
 
 
 def _show(screen: Screen, record: Mapping[str, Any]) -> None:
-    from rewrite.profile import tables
+    from rewrite.profile import profile_tables
 
-    screen.line("profile", tables.conditions(record))
-    screen.line("", tables.summary(record))
-    made = [tables.shares(record)]
+    screen.line("profile", profile_tables.conditions(record))
+    screen.line("", profile_tables.summary(record))
+    made = [profile_tables.shares(record)]
     for name, side in record["sides"].items():
-        title = "the largest kernels" if record["kind"] == "trace" else f"{tables.NAMES[name]}: the largest rows"
-        made.append(tables.rows(side, title))
+        title = (
+            "the largest kernels" if record["kind"] == "trace" else f"{profile_tables.NAMES[name]}: the largest rows"
+        )
+        made.append(profile_tables.rows(side, title))
     for table in made:
         screen.figures(table.title, table.headings, table.rows, table.notes)
     for number, each in enumerate(record.get("advice", [])):
@@ -157,15 +160,15 @@ def _show(screen: Screen, record: Mapping[str, Any]) -> None:
 
 
 def _write(record: dict[str, Any], options: Mapping[str, Any]) -> None:
-    from rewrite.benchmark.plan import plain
-    from rewrite.deliver import report
-    from rewrite.profile import tables
+    from rewrite.benchmark.benchmark_plan import plain
+    from rewrite.delivery import json_report
+    from rewrite.profile import profile_tables
 
-    report.write(options["json_path"], "profile", plain(record))
+    json_report.write(options["json_path"], "profile", plain(record))
     if options["markdown"] is not None:
-        _put(options["markdown"], tables.markdown(record))
+        _put(options["markdown"], profile_tables.markdown(record))
     if options["html"] is not None or options["png"] is not None:
-        from rewrite.profile import report as drawn
+        from rewrite.profile import html_report as drawn
 
         if options["html"] is not None:
             _put(options["html"], drawn.html(record))

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rewrite.commands.options import Command, reporting_options
+from rewrite.options.shared_options import Command, reporting_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rewrite.sweep.examine import Depth
-    from rewrite.sweep.row import Row
+    from rewrite.sweep.sweep_row import Row
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -63,10 +63,10 @@ def sweep(
     """
     import tempfile
 
-    from rewrite.deliver import report as reports
-    from rewrite.deliver import verification
-    from rewrite.show.console import Screen
-    from rewrite.sweep import plan, pool, table
+    from rewrite.console.console import Screen
+    from rewrite.delivery import json_report as reports
+    from rewrite.delivery import verification
+    from rewrite.sweep import pool, sweep_plan, table
     from rewrite.sweep.against import previous, regressions
     from rewrite.verify.models.device import Devices, every
 
@@ -76,16 +76,18 @@ def sweep(
         verification.require_libraries("verification (--no-verify leaves it out)")
     devices = every(device) if verify else Devices()
     screen = Screen(json=json_path, quiet=quiet)
-    installed = plan.library(root)
+    installed = sweep_plan.library(root)
     before = previous(against) if against is not None else {}
     other = table.read(beside) if beside is not None else None
-    chosen = plan.files(installed, models)
+    chosen = sweep_plan.files(installed, models)
     with tempfile.TemporaryDirectory() as scratch:
         kept = rows or Path(scratch)
         depth: Depth = "verified" if verify else "rewritten"
-        tasks = plan.tasks(chosen, kept, depth, devices.names)
+        tasks = sweep_plan.tasks(chosen, kept, depth, devices.names)
         if sample is not None or changed:
-            wanted = plan.sampled(tasks, sample or 0) | (plan.changed(tasks, before, jobs) if changed else set())
+            wanted = sweep_plan.sampled(tasks, sample or 0) | (
+                sweep_plan.changed(tasks, before, jobs) if changed else set()
+            )
             tasks = [task for task in tasks if task.name in wanted]
         name: Callable[[Row], str] = lambda row: row.file
         done = {row.file: row for row in screen.tracked(pool.run(tasks, jobs), len(tasks), "examining", name)}

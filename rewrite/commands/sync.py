@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rewrite.commands.options import (
+from rewrite.options.shared_options import (
     FOLDER,
     Command,
     bisect_option,
@@ -20,7 +20,7 @@ from rewrite.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from rewrite.show.console import Screen
+    from rewrite.console.console import Screen
     from rewrite.sync.upgrade import Result, Wish
 
 FILE = click.Path(path_type=Path)
@@ -63,9 +63,9 @@ def sync(
     which stays as it is: resolve it there and give the copy with --resolved. Your files keep the layout that your
     formatter gave them.
     """
+    from rewrite.console.console import Screen
     from rewrite.package import find
-    from rewrite.show.console import Screen
-    from rewrite.upstream import release
+    from rewrite.source import release
 
     if given and len(folders) != 1:
         raise click.UsageError("--original is for one DIR")
@@ -89,7 +89,7 @@ def sync(
 def _wish(
     device: str | None, dtype: str | None, weights: Path | None, seed: int | None, quick: bool, **options: Any
 ) -> Wish:
-    from rewrite.deliver.verification import Request
+    from rewrite.delivery.verification import Request
     from rewrite.sync.upgrade import Wish
 
     return Wish(request=Request(device, dtype, weights, seed=seed, quick=quick), **options)
@@ -110,9 +110,9 @@ def _one(screen: Screen, folder: Path, wish: Wish, alone: bool) -> Result:
 
 
 def _end(results: dict[str, Result], json_path: Path | None, changed_is_failure: bool) -> int:
-    from rewrite.deliver import report
+    from rewrite.delivery import json_report
 
-    report.write(json_path, "sync", {"packages": {folder: asdict(result) for folder, result in results.items()}})
+    json_report.write(json_path, "sync", {"packages": {folder: asdict(result) for folder, result in results.items()}})
     code = max((result.code for result in results.values()), default=0)
     return code or int(changed_is_failure and any(result.changed for result in results.values()))
 

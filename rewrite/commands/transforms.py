@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rewrite.commands.options import Command, reporting_options
+from rewrite.options.shared_options import Command, reporting_options
 
 if TYPE_CHECKING:
     from rewrite.transform import Transform
@@ -20,8 +20,8 @@ def transforms(json_path: Path | None, quiet: bool) -> int:
 
     With --quiet their names alone.
     """
-    from rewrite.deliver import report
-    from rewrite.show.console import Screen
+    from rewrite.console.console import Screen
+    from rewrite.delivery import json_report
     from rewrite.transforms import available, is_own
 
     found = available()
@@ -35,7 +35,7 @@ def transforms(json_path: Path | None, quiet: bool) -> int:
     ]
     screen = Screen(json=json_path, quiet=quiet)
     screen.table(("transform", "numerics", "what it does"), rows)
-    report.write(json_path, "transforms", {"transforms": {t.name: described(t) for t in found}})
+    json_report.write(json_path, "transforms", {"transforms": {t.name: described(t) for t in found}})
     return 0
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from rewrite.commands.bench import SHAPES, numbers
-from rewrite.commands.options import DTYPES, FOLDER, Command, reporting_options
+from rewrite.options.shared_options import DTYPES, FOLDER, Command, reporting_options
 
 if TYPE_CHECKING:
-    from rewrite.show.console import Screen
+    from rewrite.console.console import Screen
     from rewrite.tuning import Plan
 
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
@@ -38,7 +38,7 @@ OUTPUT = click.Path(dir_okay=False, path_type=Path)
 @click.option("--export", type=OUTPUT, metavar="FILE", help="Only write gemm.json as a tuned table for aiter.")
 @click.option("--export-shapes", type=OUTPUT, metavar="FILE", help="The same, of shapes for aiter's own tuner.")
 @click.option("--ship", is_flag=True, help="Write to DIR, so that the package brings it, not to your own folder.")
-@click.option("--table", is_flag=True, help="Also print the entries as Python, for runtime/core/tiles.py.")
+@click.option("--table", is_flag=True, help="Also print the entries as Python, for runtime/launching/tiles.py.")
 @reporting_options
 def tune(
     folder: Path,
@@ -69,14 +69,14 @@ def tune(
     which one to take. With --attention it is torch's kernels of attention (flash, efficient, cuDNN, and on ROCm
     AOTriton and CK), and attention.json.
     """
-    from rewrite.deliver import report, verification
-    from rewrite.show.console import Screen
+    from rewrite.console.console import Screen
+    from rewrite.delivery import json_report, verification
 
     screen = Screen(json=json_path, quiet=quiet)
     verification.require_libraries("tuning")
     from rewrite.tuning import Plan, results
     from rewrite.tuning import tune as search
-    from rewrite.tuning.run import title
+    from rewrite.tuning.tuning_run import title
 
     sizes = None if weights else shape or "1b"
     plan = Plan(folder, sizes, str(weights) if weights else None, dtype, batch, context, seconds, ship)
@@ -97,49 +97,49 @@ def tune(
     screen.line("written", str(outcome.path))
     batches = {str(count): results.rows(several) for count, several in outcome.changes.items()}
     data = {"chip": outcome.chip, "headings": results.HEADINGS, "batches": batches, "written": str(outcome.path)}
-    report.write(json_path, "tune", data)
+    json_report.write(json_path, "tune", data)
     return 0
 
 
 def _products(plan: Plan, lengths: tuple[int, ...], screen: Screen, json_path: Path | None) -> int:
-    from rewrite.deliver import report
-    from rewrite.tuning import choices, products
+    from rewrite.delivery import json_report
+    from rewrite.tuning import choices, product_tiles
 
     with screen.working("tuning") as progress:
-        outcome = products.tune_products(plan, lengths, progress)
+        outcome = product_tiles.tune_products(plan, lengths, progress)
     name = plan.shape or Path(str(plan.weights)).name
-    rows = choices.rows(outcome.choices, products.VENDOR)
-    screen.figures(f"{name} · products · {outcome.chip}", products.HEADINGS, rows, ())
+    rows = choices.rows(outcome.choices, product_tiles.VENDOR)
+    screen.figures(f"{name} · products · {outcome.chip}", product_tiles.HEADINGS, rows, ())
     screen.line("written", str(outcome.path))
-    data = {"chip": outcome.chip, "headings": products.HEADINGS, "products": rows, "written": str(outcome.path)}
-    report.write(json_path, "tune", data)
+    data = {"chip": outcome.chip, "headings": product_tiles.HEADINGS, "products": rows, "written": str(outcome.path)}
+    json_report.write(json_path, "tune", data)
     return 0
 
 
 def _attention(plan: Plan, lengths: tuple[int, ...], screen: Screen, json_path: Path | None) -> int:
-    from rewrite.deliver import report
-    from rewrite.tuning import attention, choices
+    from rewrite.delivery import json_report
+    from rewrite.tuning import attention_tiles, choices
 
     with screen.working("tuning") as progress:
-        outcome = attention.tune_attention(plan, lengths, progress)
+        outcome = attention_tiles.tune_attention(plan, lengths, progress)
     name = plan.shape or Path(str(plan.weights)).name
-    rows = choices.rows(outcome.choices, attention.OWN)
-    screen.figures(f"{name} · attention · {outcome.chip}", attention.HEADINGS, rows, ())
+    rows = choices.rows(outcome.choices, attention_tiles.OWN)
+    screen.figures(f"{name} · attention · {outcome.chip}", attention_tiles.HEADINGS, rows, ())
     screen.line("written", str(outcome.path))
     every = {choice.size: choice.us for choice in outcome.choices}
-    data = {"chip": outcome.chip, "headings": attention.HEADINGS, "attention": rows, "us": every}
-    report.write(json_path, "tune", {**data, "written": str(outcome.path)})
+    data = {"chip": outcome.chip, "headings": attention_tiles.HEADINGS, "attention": rows, "us": every}
+    json_report.write(json_path, "tune", {**data, "written": str(outcome.path)})
     return 0
 
 
 def _export(folder: Path, tuned: Path | None, shapes: Path | None, screen: Screen, json_path: Path | None) -> int:
-    from rewrite.deliver import report
-    from rewrite.tuning.export import export
+    from rewrite.delivery import json_report
+    from rewrite.tuning.tuned_export import export
 
     tables = export(folder)
     for path, text in ((tuned, tables.tuned), (shapes, tables.shapes)):
         if path is not None:
             path.write_text(text, encoding="utf-8")
             screen.line("written", str(path))
-    report.write(json_path, "tune", {"written": [str(path) for path in (tuned, shapes) if path is not None]})
+    json_report.write(json_path, "tune", {"written": [str(path) for path in (tuned, shapes) if path is not None]})
     return 0

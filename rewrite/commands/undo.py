@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import FOLDER, Command, reporting_options
+from rewrite.options.shared_options import FOLDER, Command, reporting_options
 
 
 @click.command(
@@ -21,8 +21,8 @@ def undo(folder: Path, json_path: Path | None, quiet: bool) -> int:
 
     Each edited file is kept beside it, with .undone at the end of its name.
     """
-    from rewrite.deliver import report
-    from rewrite.show.console import Screen
+    from rewrite.console.console import Screen
+    from rewrite.delivery import json_report
     from rewrite.sync import restore
 
     screen = Screen(json=json_path, quiet=quiet)
@@ -33,5 +33,5 @@ def undo(folder: Path, json_path: Path | None, quiet: bool) -> int:
         screen.line("restored", f"{folder / name}")
     if names:
         screen.line("", f"a file that was edited is kept beside it, with {restore.UNDONE} at the end of its name")
-    report.write(json_path, "undo", {"folder": str(folder), "restored": list(names)})
+    json_report.write(json_path, "undo", {"folder": str(folder), "restored": list(names)})
     return 0

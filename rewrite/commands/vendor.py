@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import FOLDER, Command, reporting_options
+from rewrite.options.shared_options import FOLDER, Command, reporting_options
 
 
 @click.command(
@@ -22,12 +22,12 @@ def vendor(folder: Path, json_path: Path | None, quiet: bool) -> int:
     Imports of it become relative, and nothing but torch, transformers and Triton is needed from then on. Your edits
     stay, and a sync copies the files anew.
     """
-    from rewrite.deliver import report
-    from rewrite.show.console import Screen
+    from rewrite.console.console import Screen
+    from rewrite.delivery import json_report
     from rewrite.sync import restore
 
     added = restore.vendor_runtime(folder)
     screen = Screen(json=json_path, quiet=quiet)
     screen.line("vendored", f"{folder}/_runtime: {len(added)} files")
-    report.write(json_path, "vendor", {"folder": str(folder), "files": added})
+    json_report.write(json_path, "vendor", {"folder": str(folder), "files": added})
     return 0

@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rewrite.commands.options import Command, bisect_option, class_option, reporting_options, verification_options
+from rewrite.options.shared_options import (
+    Command,
+    bisect_option,
+    class_option,
+    reporting_options,
+    verification_options,
+)
 
 if TYPE_CHECKING:
-    from rewrite.deliver.verification import Request
-    from rewrite.show.console import Screen
+    from rewrite.console.console import Screen
+    from rewrite.delivery.verification import Request
 
 
 @click.command(
@@ -46,8 +52,8 @@ def verify(
 
     A side is a package folder, a modeling file, a dotted module or a model type. Both are run.
     """
-    from rewrite.deliver import report, summary, verification
-    from rewrite.show.console import Screen
+    from rewrite.console.console import Screen
+    from rewrite.delivery import json_report, summary, verification
 
     verification.require_libraries("verification")
     request = verification.Request(device, dtype, weights, seed=seed, quick=quick, main_class=main_class)
@@ -66,7 +72,7 @@ def verify(
     screen.text(verification.rendered(verdict))
     if quiet and not verdict.passed:
         screen.problem("verify", summary.failed(verdict))
-    report.write(json_path, "verify", verdict.to_json())
+    json_report.write(json_path, "verify", verdict.to_json())
     return 0 if verdict.passed else 1
 
 
@@ -79,12 +85,12 @@ def _package(
     bisect: bool,
     json_path: Path | None,
 ) -> int:
-    from rewrite.deliver import acceptance, bisection, report, summary, verdict_file, verification
+    from rewrite.delivery import acceptance, bisection, json_report, summary, verdict_file, verification
     from rewrite.package import original, output
     from rewrite.package.assemble import VERDICT_NAME
     from rewrite.package.lock import read_lock
+    from rewrite.source.resolve import weights_fit
     from rewrite.sync import rebuild
-    from rewrite.upstream.source import weights_fit
 
     lock = read_lock(folder)
     source = original.find(folder, lock, given)
@@ -112,7 +118,7 @@ def _package(
         with screen.working("bisecting") as progress:
             found = bisection.bisect(source, transforms, verdict, request, verification.judge, progress)
         summary.show_bisection(screen, found)
-    report.write(json_path, "verify", {**verdict.to_json(), "bisection": found.to_json() if found else None})
+    json_report.write(json_path, "verify", {**verdict.to_json(), "bisection": found.to_json() if found else None})
     if refused:
         screen.problem("refused", f"{refused[0]}{f', and {len(refused) - 1} more' if len(refused) > 1 else ''}")
         return 1
@@ -133,11 +139,11 @@ def _ranks(
     ranks: int,
     json_path: Path | None,
 ) -> int:
-    from rewrite.deliver import report, verification
+    from rewrite.delivery import json_report, verification
     from rewrite.package import original
     from rewrite.package.lock import read_lock
-    from rewrite.upstream.source import weights_fit
-    from rewrite.verify import ranks as several
+    from rewrite.source.resolve import weights_fit
+    from rewrite.verify import rank_processes as several
 
     lock = read_lock(folder)
     source = original.find(folder, lock, given)
@@ -153,14 +159,14 @@ def _ranks(
     failed = [check for check in checks if not check.passed]
     if failed:
         screen.problem("verify", f"{failed[0].name} on {ranks} ranks: {failed[0].detail}")
-    report.write(json_path, "verify", {"ranks": ranks, "checks": [check.to_json() for check in checks]})
+    json_report.write(json_path, "verify", {"ranks": ranks, "checks": [check.to_json() for check in checks]})
     return 1 if failed else 0
 
 
 def _side(side: str, trust_remote_code: bool) -> str | Path:
     """Return a path for anything that is one, the file of a model type or module otherwise."""
-    from rewrite.deliver import verification
-    from rewrite.upstream.source import resolve
+    from rewrite.delivery import verification
+    from rewrite.source.resolve import resolve
 
     path = Path(side)
     if path.is_dir() and not (path / "config.json").is_file():

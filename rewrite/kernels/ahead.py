@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_rewrite_runtime.core import tables
-from hf_rewrite_runtime.core.shipped import GROUP, copy, name_for
+from hf_rewrite_runtime.launching import card_tables
+from hf_rewrite_runtime.launching.precompiled import GROUP, copy, name_for
+from rewrite.console.progress_steps import Step
 from rewrite.errors import KernelsNotCompiled
-from rewrite.show.step import Step
 
-from . import run
+from . import kernel_run
 from .cards import CARDS, Card
 from .chips import CHIPS, MODELLED
 from .package_work import BUILDS, MARK
@@ -81,7 +81,7 @@ def compile_for(
         KernelsNotCompiled: the process of a card failed.
     """
     made: dict[str, list[str]] = {}
-    kernels = (plan.package if plan.ship else tables.folder()) / tables.KERNELS
+    kernels = (plan.package if plan.ship else card_tables.folder()) / card_tables.KERNELS
     for target in targets or (HERE,):
         for card in cards_of(target):
             with tempfile.TemporaryDirectory() as cache:
@@ -106,7 +106,7 @@ def _compiled(plan: Ahead, card: Card, cache: Path, progress: Callable[[str], No
         "batches": plan.batches, "contexts": plan.contexts, "path": sys.path,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as libraries, tempfile.TemporaryFile("w+", encoding="utf-8") as said:
-        environment = run.environment(str(cache)) | {"TRITON_STORE_BINARY_ONLY": "1"}
+        environment = kernel_run.environment(str(cache)) | {"TRITON_STORE_BINARY_ONLY": "1"}
         environment |= {} if card.arch == HERE else _building(Path(libraries))
         command = [sys.executable, "-c", _START]
         with subprocess.Popen(

@@ -31,7 +31,7 @@ class Card:
     calibrated: bool = False
     """Whether predictions were held against measurements on this card (docs/speed-model.md)."""
     device: str = ""
-    """Its name in the tables of `runtime/core/tiles.py`; none there takes the rules."""
+    """Its name in the tables of `runtime/launching/tiles.py`; none there takes the rules."""
 
     @property
     def rate(self) -> float:

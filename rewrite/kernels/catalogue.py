@@ -20,9 +20,9 @@ from torch import nn
 
 from rewrite import operators
 
-from . import cases as tensors
-from . import models, stand_ins
-from .cases import Case
+from . import kernel_cases as tensors
+from . import model_sizes, stand_ins
+from .kernel_cases import Case
 
 
 def cases() -> list[Case]:
@@ -38,6 +38,6 @@ def cases_of(file: str, code: str) -> list[Case]:
         found.append(Case(shape, partial(function, *arguments, **keywords)))
 
     module = importlib.import_module(f"hf_rewrite_runtime.{file.replace('/', '.')}")
-    names = {**vars(tensors), **vars(stand_ins), **vars(models), "nn": nn, **vars(module), "case": case}
+    names = {**vars(tensors), **vars(stand_ins), **vars(model_sizes), "nn": nn, **vars(module), "case": case}
     exec(compile(code, f"CASES of runtime/{file}.py", "exec"), names)
     return found

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from .assembly import share_below
 from .chips import CHIPS, MOST_THREADS
-from .row import Row
+from .kernel_row import Row
 
 Kind = Literal["does not compile", "spills", "shared memory", "scalar loads", "threads", "last arrivals"]
 

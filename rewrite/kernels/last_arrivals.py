@@ -1,9 +1,9 @@
 """Reads in AMD's assembly whether the last program to count itself can read what all of them have stored.
 
 Programs that share a sum store their parts and count themselves with an atomic operation; the last one adds up
-(`runtime/core/arrivals.py`). A barrier alone says of another wave only that it has issued its stores. So on every way
-from a store to an atomic operation there have to be, in this order (LLVM, "User Guide for AMDGPU Backend", the memory
-model of each chip, agent scope):
+(`runtime/device/split_k_semaphores.py`). A barrier alone says of another wave only that it has issued its stores. So
+on every way from a store to an atomic operation there have to be, in this order (LLVM, "User Guide for AMDGPU
+Backend", the memory model of each chip, agent scope):
 
     s_waitcnt vmcnt(0)    every wave's stores have reached the L2 cache
     s_barrier             and the wave that counts knows it

@@ -22,7 +22,7 @@ from rewrite.measure.runtime_part import runtime_part
 
 from .cards import Card
 from .chips import Chip
-from .work import Driver
+from .compile_work import Driver
 
 MARK = "compiled "
 """Begins the lines for `ahead`: compilers print what they like."""
@@ -61,7 +61,7 @@ def work(
     triton.runtime.driver.set_active(Driver(target))
     subject = _subject(package, original)
     runtime = str(importlib.import_module(subject.rewritten.__module__).__package__)
-    launch = runtime_part(runtime, "core/launch")
+    launch = runtime_part(runtime, "launching/launch")
     launch._pretended = launch.Target(target.backend, target.arch, target.processors, target.shared_of_group)
     _take_tables(runtime, Card(**card).device)
     model = _model(subject, config, dtype)
@@ -87,8 +87,8 @@ def _work_here(
 
     subject = _subject(package, original)
     runtime = str(importlib.import_module(subject.rewritten.__module__).__package__)
-    graphs, sampling = runtime_part(runtime, "decode/graph"), runtime_part(runtime, "decode/sampling")
-    models = importlib.import_module("rewrite.benchmark.models")
+    graphs, sampling = runtime_part(runtime, "decode/step_graph"), runtime_part(runtime, "sampling/sampling")
+    models = importlib.import_module("rewrite.benchmark.benchmark_models")
     model = models.build(subject.rewritten, _configuration(subject, config, dtype), dtype, "cuda")
     for batch in batches:
         for context in contexts:
@@ -97,7 +97,7 @@ def _work_here(
             for greedy in _greedy(sampling, model):
                 graph.program(greedy)
             graph.release()
-    arch = runtime_part(runtime, "core/launch").target(torch.cuda.current_device()).arch
+    arch = runtime_part(runtime, "launching/launch").target(torch.cuda.current_device()).arch
     files = sorted(Path(os.environ["TRITON_CACHE_DIR"]).glob("*/[!_]*.json"))
     for number, file in enumerate(files):
         name = file.stem.strip("_").removesuffix("_kernel")
@@ -110,7 +110,7 @@ def _subject(package: str, original: str | None) -> Any:
     Raises:
         VerificationError: its main class reads more than a text, or generates none.
     """
-    models = importlib.import_module("rewrite.benchmark.models")
+    models = importlib.import_module("rewrite.benchmark.benchmark_models")
     try:
         return models.load(Path(package), original)
     except VerificationError as error:
@@ -119,7 +119,7 @@ def _subject(package: str, original: str | None) -> Any:
 
 def _take_tables(runtime: str, device: str) -> None:
     """Let tiles be those that were measured on a card, in the runtime's tables and in `tuned.json`."""
-    tables, tiles = runtime_part(runtime, "core/tables"), runtime_part(runtime, "core/tiles")
+    tables, tiles = runtime_part(runtime, "launching/card_tables"), runtime_part(runtime, "launching/tiles")
     entries = dict(tiles.MEASURED.get(device, {}))
     tuned = tables.read(tables.TUNED).get(device, {})
     entries |= {name: None if found is None else tuple(map(int, found)) for name, found in tuned.items()}
@@ -200,8 +200,8 @@ def _launches(runtime: str, model: Any, batch: int, context: int) -> dict[Any, A
     """Return what a call of `generate()` launches that a graph may hold, by a key."""
     import torch
 
-    graphs, launch = runtime_part(runtime, "decode/graph"), runtime_part(runtime, "core/launch")
-    backend, sampling = runtime_part(runtime, "core/backend"), runtime_part(runtime, "decode/sampling")
+    graphs, launch = runtime_part(runtime, "decode/step_graph"), runtime_part(runtime, "launching/launch")
+    backend, sampling = runtime_part(runtime, "core/backend"), runtime_part(runtime, "sampling/sampling")
     graph = graphs.DecodeGraph(model, batch, context, captures=False)
     graph.prompts.rehearses_every_form = True  # one layer of each kind: the last one has no others before it
     tokens = min(PROMPT, context // 2)

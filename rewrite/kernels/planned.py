@@ -14,11 +14,11 @@ from typing import Any
 
 from rewrite.errors import KernelsNotPlanned
 
-from . import run
+from . import kernel_run
 from .cards import CARDS
 from .chips import MODELLED, SIMDS, occupancy
-from .models import STEPS
-from .work import pretended, read
+from .compile_work import pretended, read
+from .model_sizes import STEPS
 
 _START = (
     "import sys; sys.path[:] = sys.argv[3].split('\\n'); "
@@ -71,7 +71,7 @@ def plan(card: str, model: str, rows: Sequence[int] = ()) -> Plans:
     """
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, "-c", _START, card, model, "\n".join(sys.path), *map(str, rows)]
-        done = subprocess.run(command, capture_output=True, text=True, env=run.environment(cache), check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=kernel_run.environment(cache), check=False)
     if done.returncode:
         raise KernelsNotPlanned(card, model, (done.stderr.strip().splitlines() or ["it said nothing"])[-1])
     found = json.loads(done.stdout.splitlines()[-1])
@@ -80,12 +80,12 @@ def plan(card: str, model: str, rows: Sequence[int] = ()) -> Plans:
 
 def work(card_name: str, model: str, *rows: str) -> None:
     """Print the launches of a step as one line of JSON; for a process that has not imported the runtime."""
-    from hf_rewrite_runtime.core import launch
+    from hf_rewrite_runtime.launching import launch
 
     card = CARDS[card_name]
     chip = MODELLED[card.arch]
     triton = pretended(chip, launch)
-    tiles = importlib.import_module("hf_rewrite_runtime.core.tiles")
+    tiles = importlib.import_module("hf_rewrite_runtime.launching.tiles")
     tiles.try_out(tiles.MEASURED.get(card.device, {}))
     cuobjdump = Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump"
     wanted = tuple(map(int, rows)) or STEPS[model].rows
@@ -95,8 +95,8 @@ def work(card_name: str, model: str, *rows: str) -> None:
 
 def _launches(chip: Any, model: str, rows: int, cuobjdump: Path) -> Iterator[Planned]:
     torch = importlib.import_module("torch")
-    launch = importlib.import_module("hf_rewrite_runtime.core.launch")
-    steps = importlib.import_module("rewrite.kernels.step")
+    launch = importlib.import_module("hf_rewrite_runtime.launching.launch")
+    steps = importlib.import_module("rewrite.kernels.step_launches")
     with torch.no_grad(), launch.rehearsing():
         for part in steps.parts(STEPS[model], rows):
             collected: list[Any] = []

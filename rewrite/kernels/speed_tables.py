@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .kernel_tables import Table
 from .speed import LEAST_FILL, Predicted, Timed
-from .tables import Table
 
 HEADINGS = ("", "runs", "programs", "fill", "in flight", "us", "bound by")
 LEGEND = (

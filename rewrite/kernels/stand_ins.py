@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_rewrite_runtime.cache.fp8_layer import Fp8Slots
-from hf_rewrite_runtime.core.e4m3 import Quantized, as_read, dtype_for
+from hf_rewrite_runtime.device.e4m3 import Quantized, as_read, dtype_for
+from hf_rewrite_runtime.linear.prologue import LayerNormPrologue, Prologue
 from hf_rewrite_runtime.moe.form import ExpertsForm
 from hf_rewrite_runtime.moe.selection import RoutingRule
-from hf_rewrite_runtime.products.prologue import LayerNormPrologue, Prologue
 
-from .cases import tensor
-from .models import Mixture, Model
+from .kernel_cases import tensor
+from .model_sizes import Mixture, Model
 
 CONTEXT = 1024
 LONG_CONTEXT = 32768

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rewrite.engine.relocate import is_rewritten
+from rewrite.codemod.relocate import is_rewritten
 from rewrite.errors import OutputNotOurs
 from rewrite.offers import VENDORED
 from rewrite.package.assemble import ATTRIBUTES, INIT, KEPT, VERDICT_NAME
-from rewrite.upstream.source import LOCK_NAME
+from rewrite.source.resolve import LOCK_NAME
 
 _OF_A_PACKAGE = (
     "modeling_", INIT, VENDORED, LOCK_NAME, VERDICT_NAME, KEPT, ATTRIBUTES, "__pycache__", "tuned.json",

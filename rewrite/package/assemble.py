@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import rewrite
-from rewrite import collector
-from rewrite.engine.build import Build
-from rewrite.engine.imports import isort_key
-from rewrite.engine.relocate import shown_name
+from rewrite import gc_paused
+from rewrite.codemod.build import Build
+from rewrite.codemod.imports import isort_key
+from rewrite.codemod.relocate import shown_name
 from rewrite.offers import DISTRIBUTION
-from rewrite.package import definitions, kept, syntax, vendor
+from rewrite.package import definitions, snapshots, syntax, vendored_files
 from rewrite.package.lock import Lock, Options, Origin, Runtime, engine_digest, rule_hashes, sha256
+from rewrite.source.resolve import LOCK_NAME, Source
 from rewrite.transform import Transform
-from rewrite.upstream.source import LOCK_NAME, Source
 
-KEPT = kept.FOLDER
+KEPT = snapshots.FOLDER
 """Folder with the text as it was generated, the common ancestor of a later three-way merge, and the original's."""
 WHOLE = f"{KEPT}/original"
 """Folder with the original of a model that brings its own code: it runs there, beside its neighbours."""
@@ -86,7 +86,7 @@ class Package:
     lock: Lock
 
 
-@collector.paused()
+@gc_paused.paused()
 def assemble(
     build: Build, transforms: Sequence[Transform], options: Options, folder: Path, previous: Lock | None = None
 ) -> Package:
@@ -102,14 +102,14 @@ def assemble(
     text, original = build.rewritten.text, build.source.path.read_bytes()
     init = _init(build, name)
     if options.vendored:
-        text, init = vendor.relative(text), vendor.relative(init)
+        text, init = vendored_files.relative(text), vendored_files.relative(init)
     own = {INIT: init.encode("utf-8"), f"{name}.py": text.encode("utf-8")}
     files = {
         **own,
-        kept.ARCHIVE: kept.archive({**own, f"{name}.py{kept.ORIGINAL}": original}),
+        snapshots.ARCHIVE: snapshots.archive({**own, f"{name}.py{snapshots.ORIGINAL}": original}),
         **{file.name: file.data for file in build.neighbours},
         **_kept_whole(build),
-        **(vendor.files([text, init]) if options.vendored else {}),
+        **(vendored_files.files([text, init]) if options.vendored else {}),
     }
     called, imported = _taken(build)
     lock = Lock(
@@ -124,7 +124,7 @@ def assemble(
         files={path: sha256(data) for path, data in sorted(files.items())},
         syntax=syntax.digests(files),
         modeling=f"{name}.py",
-        runtime=Runtime(*vendor.runtime()),
+        runtime=Runtime(*vendored_files.runtime()),
         called=called,
         imported=imported,
     )

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from rewrite.runtime.origin.digests import of_nodes
-from rewrite.runtime.origin.fingerprints import Files, fingerprint
+from rewrite.runtime.compat.digests import of_nodes
+from rewrite.runtime.compat.fingerprints import Files, fingerprint
 
 _HOPS = 4
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from rewrite.errors import NotAPackage
-from rewrite.upstream.source import LOCK_NAME
+from rewrite.source.resolve import LOCK_NAME
 
 _PASSED_OVER = {"node_modules", "__pycache__", "site-packages", "venv", "env", "build", "dist"}
 _LEFT_BEHIND = re.compile(r".*\.(rejected|backup\d+)")

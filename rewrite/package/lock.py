@@ -11,19 +11,20 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rewrite.engine.layout import formatter
+from rewrite.codemod.text_layout import formatter
 from rewrite.errors import NotAPackage
 from rewrite.package import lock_text, syntax
 from rewrite.package.lock_text import sha256
+from rewrite.source.resolve import LOCK_NAME
 from rewrite.transform import SkippedSite, Transform, TransformReport
-from rewrite.upstream.source import LOCK_NAME
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 SCHEMA = 3
 ENGINE = (
-    "analysis", "engine", "offers.py", "operators.py", "package/assemble.py", "package/vendor.py", "transform.py",
+    "analysis", "codemod", "offers.py", "operators.py", "package/assemble.py", "package/vendored_files.py",
+    "transform.py",
 )  # fmt: skip
 """What decides the generated files besides the transforms, in `rewrite/`."""
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from rewrite.errors import MissingTransformers, OriginalChanged, OriginalGone, OriginalNotFound, SourceNotReadable
 from rewrite.package.assemble import WHOLE
 from rewrite.package.lock import Lock
-from rewrite.upstream import hub
-from rewrite.upstream.installed import Installed, find_transformers
-from rewrite.upstream.source import Source, of_library, resolve
+from rewrite.source import hub_model
+from rewrite.source.installed import Installed, find_transformers
+from rewrite.source.resolve import Source, of_library, resolve
 
 
 def text_of(path: Path) -> str:
@@ -81,7 +81,7 @@ def find_present(folder: Path, lock: Lock, given: Path | None = None, library: I
             raise OriginalGone(folder, origin.module, library.version)
         source = replace(found, target=origin.module)
     else:
-        kept = origin.target.startswith(hub.SCHEME)
+        kept = origin.target.startswith(hub_model.SCHEME)
         path = folder.resolve() / (f"{WHOLE}/{origin.path}" if kept else origin.target)
         if not path.is_file():
             raise OriginalNotFound(folder, origin.path, origin.sha256)

@@ -30,7 +30,7 @@ from rewrite.errors import (
 from rewrite.package import allowed, swap
 from rewrite.package.assemble import VERDICT_NAME, Package
 from rewrite.package.lock import Lock, read_lock, sha256
-from rewrite.upstream.source import LOCK_NAME, Source
+from rewrite.source.resolve import LOCK_NAME, Source
 
 
 @dataclass(frozen=True)

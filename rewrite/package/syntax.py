@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from rewrite.package.lock_text import sha256
-from rewrite.upstream.statements import statements
+from rewrite.source.statements import statements
 
 LENGTH = 16
 """Hexadecimal digits of a digest: an accident, not an attack, is what it is there to notice."""

@@ -13,7 +13,7 @@ from typing import Any
 from rewrite.measure import categories
 
 from .accounts import BETWEEN, HOST
-from .tables import LARGE
+from .profile_tables import LARGE
 
 NEAR = 1.15
 """How many times its limit a row may take to count as at its limit."""

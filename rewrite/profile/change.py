@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rewrite.show import diff
+from rewrite.console import differences
 
 Times = Mapping[int, float]
 """µs of a step by the number of a line."""
@@ -26,7 +26,7 @@ def timed(original: Path, rewritten: Path, sides: Mapping[str, Mapping[str, Any]
     """
     before, now = (path.read_text(encoding="utf-8") for path in (original, rewritten))
     old, new = _times(sides["original"], original), _times(sides["ours"], rewritten)
-    return [list(_lines(hunk, old, new)) for hunk in diff.rows(before, now)]
+    return [list(_lines(hunk, old, new)) for hunk in differences.rows(before, now)]
 
 
 def _times(side: Mapping[str, Any], file: Path) -> dict[int, float]:
@@ -38,7 +38,7 @@ def _times(side: Mapping[str, Any], file: Path) -> dict[int, float]:
     return found
 
 
-def _lines(hunk: Sequence[diff.Row], old: Times, new: Times) -> Iterable[dict[str, Any]]:
+def _lines(hunk: Sequence[differences.Row], old: Times, new: Times) -> Iterable[dict[str, Any]]:
     """A hunk as one column: of each change what went, then what came."""
     went: list[dict[str, Any]] = []
     came: list[dict[str, Any]] = []

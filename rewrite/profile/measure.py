@@ -19,15 +19,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rewrite.console.progress_steps import Step
 from rewrite.measure import categories, limits, timing
-from rewrite.show.step import Step
 
-from . import accounts, calls, change, origins, record, subject
+from . import accounts, change, origins, profiled_calls, recording, subject
 from .accounts import Account
-from .calls import Call
+from .kernel_work import Launches, held_by
 from .origins import Matcher, Origin
-from .own import Launches, held_by
 from .places import Places
+from .profiled_calls import Call
 from .subject import Models, Plan
 from .trace import Activity, Trace
 
@@ -51,7 +51,7 @@ def profile(plan: Plan, progress: Progress = lambda message: None, keep: Path | 
     Raises:
         RewriteError: a model cannot be loaded or has no such call.
     """
-    from rewrite.benchmark.run import _quiet
+    from rewrite.benchmark.benchmark_run import _quiet
 
     with _quiet():
         progress(Step("building the models", 0, 6))
@@ -82,11 +82,11 @@ def _turns(
     walls: dict[str, list[float]] = {name: [] for name in found}
     recordings: dict[str, list[Recording]] = {name: [] for name in found}
     for _ in range(RECORDINGS):
-        measured = calls.turns(found, plan.rounds, plan.seconds / RECORDINGS)
+        measured = profiled_calls.turns(found, plan.rounds, plan.seconds / RECORDINGS)
         for name, call in found.items():
             walls[name] += measured[name]
             trace_file = None if keep is None else keep / f"trace-{name}.json"
-            trace, windows, _ = call.windows(record.lightly(call, trace_file))
+            trace, windows, _ = call.windows(recording.lightly(call, trace_file))
             steps = _usual([_account(call, trace, window) for window in windows])
             if not steps:
                 raise subject.NotProfiled(type(call.model).__name__, "the recording holds no whole step")
@@ -237,7 +237,7 @@ def _origins(call: Call, file: str, plan: Plan) -> list[Origin]:
     places = Places(call.model, {file})
     launches = Launches(call.model, places, held_by(call.model), plan.batch)
     rehearsals = call.rehearsals()
-    recorder = record.fully(call)
+    recorder = recording.fully(call)
     if rehearsals:
         import torch
 
@@ -256,10 +256,10 @@ def _origins(call: Call, file: str, plan: Plan) -> list[Origin]:
             call.run(2)
         call.synchronise()
 
-    with calls.forwards_noted(call.model) as clock:
+    with profiled_calls.forwards_noted(call.model) as clock:
         trace = recorder(work)
     start, end = 0.0, float("inf")
-    if call.kind == calls.DECODE:
+    if call.kind == profiled_calls.DECODE:
         _, start, end = clock.begun_in(trace)[:3]
     elif len(clock.begun) > 1:
         start = clock.begun_in(trace)[1]

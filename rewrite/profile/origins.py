@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from rewrite.measure import categories
 
-from .own import WORK
+from .kernel_work import WORK
+from .operator_work import Amount, amount_of
 from .places import Place, Places
 from .trace import Activity, Enclosing, Operator, Trace
-from .work import Amount, amount_of
 
 LONGEST = 6000
 """Activities of a step that are matched one by one; beyond, only an equal order counts."""

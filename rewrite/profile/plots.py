@@ -15,9 +15,9 @@ from typing import Any
 
 from rewrite.measure import categories
 
-from . import tables
+from . import profile_tables
 from .accounts import BETWEEN, HOST, UNKNOWN, WAITS
-from .tables import NAMES
+from .profile_tables import NAMES
 
 LIGHT = {
     categories.GEMM: "#0067a5",
@@ -261,10 +261,10 @@ def png(record: Mapping[str, Any], path: Path) -> None:
     figure = bars(record)
     figure.set_size_inches(WIDTH, figure.get_figheight() + 0.9)
     kinds = list(dict.fromkeys(kind for side in record["sides"].values() for kind, _ in parts(side)))
-    named = tables.titles(record)
+    named = profile_tables.titles(record)
     patches = [Patch(color=LIGHT[kind], label=named[kind]) for kind in kinds]
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    lines = textwrap.wrap(tables.conditions(record), 118)
+    lines = textwrap.wrap(profile_tables.conditions(record), 118)
     figure.suptitle("\n".join(lines), fontsize=8, color=LIGHT["text"])
     figure.patch.set_alpha(1.0)
     figure.patch.set_facecolor("white")

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rewrite.benchmark.models import build, from_checkpoint, lock_of, sharing
+from rewrite.benchmark.benchmark_models import build, from_checkpoint, lock_of, sharing
 from rewrite.errors import UsageError
 from rewrite.measure.presets import config_for
-from rewrite.verify.models import model_inputs, sides
+from rewrite.verify.models import loaded_sides, model_inputs
 from rewrite.verify.models.subjects import Subject, find_subjects, paired
 
-from .calls import DECODE, PROMPT, TRAIN, Call
 from .parts import part_of
+from .profiled_calls import DECODE, PROMPT, TRAIN, Call
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +85,10 @@ def load(plan: Plan) -> Models:
     lock = lock_of(plan.package)
     source = lock["source"]
     upstream = plan.original or source["module"] or str(plan.package.resolve() / source["target"])
-    theirs, ours = sides.load(sides.locate(upstream)), sides.load(sides.locate(plan.package))
+    theirs, ours = (
+        loaded_sides.load(loaded_sides.locate(upstream)),
+        loaded_sides.load(loaded_sides.locate(plan.package)),
+    )
     subject = _subject(plan, theirs, ours)
     if plan.weights is not None:
         model = from_checkpoint(subject.rewritten, str(plan.weights), plan.dtype, plan.device)
@@ -189,5 +192,5 @@ def _inputs(plan: Plan, models: Models, kind: str) -> Iterator[dict[str, Tensor]
 
 def explanation(model: Any) -> list[str]:
     """What a package says of where its fast path was not taken; nothing of an original."""
-    part = part_of(model, "core/explain")
+    part = part_of(model, "core/explanation")
     return [] if part is None else str(part.explain(model)).splitlines()

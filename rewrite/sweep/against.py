@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rewrite.engine.decode_loops import YES
+from rewrite.codemod.decode_loops import YES
 from rewrite.sweep import table
-from rewrite.sweep.row import Row
+from rewrite.sweep.sweep_row import Row
 
 _RANK = {"pass": 2, "not run": 1, "fail": 0}
 

@@ -13,16 +13,16 @@ from typing import Literal
 
 import libcst as cst
 
-from rewrite.engine.build import Build
-from rewrite.engine.layout import laid_out
-from rewrite.engine.passes import rewrite_text
-from rewrite.engine.relocate import relocate
+from rewrite.codemod.build import Build
+from rewrite.codemod.passes import rewrite_text
+from rewrite.codemod.relocate import relocate
+from rewrite.codemod.text_layout import laid_out
 from rewrite.errors import RewriteError
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
-from rewrite.sweep.row import ClassRow, Row
+from rewrite.source.resolve import Source, resolve
+from rewrite.sweep.sweep_row import ClassRow, Row
 from rewrite.transforms import select
-from rewrite.upstream.source import Source, resolve
 
 Depth = Literal["text", "rewritten", "verified"]
 """How far to go: only the text that comes out, with what is promised of it, or with the verifier's answer."""

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rewrite.sweep.row import Row
+from rewrite.sweep.sweep_row import Row
 
 if TYPE_CHECKING:
     from rewrite.sweep.examine import Depth

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rewrite.deliver.report import envelope
+from rewrite.delivery.json_report import envelope
 from rewrite.errors import NotASweep
-from rewrite.sweep.row import ClassRow, Row
+from rewrite.sweep.sweep_row import ClassRow, Row
 
 _COLUMNS = ("file", "sites", "skipped", "imported", "classes that pass", "not run", "gates of the causal LM")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rewrite.errors import BaseLost, SourceDoesNotParse, SourceNotReadable, StillInConflict
-from rewrite.package import definitions, kept, original
+from rewrite.package import definitions, original, snapshots
 from rewrite.package.assemble import INIT, Package
 from rewrite.package.lock import Lock, sha256
 from rewrite.package.syntax import digest
@@ -89,9 +89,9 @@ def kept_text(folder: Path, name: str) -> str:
     Raises:
         SourceNotReadable: if the package does not keep it.
     """
-    data = kept.text(folder, name)
+    data = snapshots.text(folder, name)
     if data is None:
-        raise SourceNotReadable(folder / kept.ARCHIVE, f"it does not keep {name} as it was generated")
+        raise SourceNotReadable(folder / snapshots.ARCHIVE, f"it does not keep {name} as it was generated")
     return data.decode("utf-8", "replace")
 
 
@@ -179,7 +179,7 @@ def _base(folder: Path, lock: Lock, name: str, package: Package) -> str:
     Raises:
         BaseLost: if it is nowhere.
     """
-    there = kept.text(folder, name), (folder / name).read_bytes() if (folder / name).is_file() else None
+    there = snapshots.text(folder, name), (folder / name).read_bytes() if (folder / name).is_file() else None
     candidates = [data for data in (*there, _generated(package, name)) if data is not None]
     for data in candidates:
         if sha256(data) == lock.files[name]:
@@ -187,12 +187,12 @@ def _base(folder: Path, lock: Lock, name: str, package: Package) -> str:
     for data in candidates:  # formatted since
         if digest(name, data) == lock.syntax.get(name):
             return plain(data.decode("utf-8"))
-    raise BaseLost(folder, kept.ARCHIVE)
+    raise BaseLost(folder, snapshots.ARCHIVE)
 
 
 def _generated(package: Package, name: str) -> bytes:
     """Return a file of a package that is made anew, without the user's edits."""
-    return kept.of_archive(package.files[kept.ARCHIVE], name) or b""
+    return snapshots.of_archive(package.files[snapshots.ARCHIVE], name) or b""
 
 
 def _merged(base: str, yours: str, generated: str, style: Style) -> merge.Merged:

@@ -10,9 +10,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import rewrite
-from rewrite.deliver import report
+from rewrite.delivery import json_report
 from rewrite.sync import rebuild
-from rewrite.sync.check import KINDS, Finding, Place
+from rewrite.sync.package_check import KINDS, Finding, Place
 
 Found = Mapping[str, Sequence[Finding]]
 """Findings by package, in the order in which they are said."""
@@ -46,7 +46,7 @@ def as_json(found: Found) -> str:
     unverified = [folder for folder in found if not rebuild.is_verified(Path(folder))]
     return (
         json.dumps(
-            {**report.envelope("check"), "packages": data, "unverified": unverified},
+            {**json_report.envelope("check"), "packages": data, "unverified": unverified},
             indent=2,
             sort_keys=True,
             ensure_ascii=False,

@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rewrite import operators
-from rewrite.deliver import acceptance, verdict_file
-from rewrite.engine.build import Build, build
+from rewrite.codemod.build import Build, build
+from rewrite.delivery import acceptance, verdict_file
 from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownTransform, VerdictNotReadable
 from rewrite.offers import VENDORED
-from rewrite.package import kept, original, vendor
+from rewrite.package import original, snapshots, vendored_files
 from rewrite.package.assemble import VERDICT_NAME, Package, assemble
 from rewrite.package.lock import Lock, engine_digest, rule_hashes, sha256
 from rewrite.package.syntax import unix_newlines
-from rewrite.sync.changes import RuleChange, rule_changes
+from rewrite.source import neighbours
+from rewrite.source.installed import Installed
+from rewrite.source.resolve import Source
+from rewrite.sync.site_changes import RuleChange, rule_changes
 from rewrite.transform import Transform
 from rewrite.transforms import select
-from rewrite.upstream import neighbours
-from rewrite.upstream.installed import Installed
-from rewrite.upstream.source import Source
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ def moved(lock: Lock, source: Source) -> list[str]:
 
 def own_runtime(lock: Lock) -> dict[str, bytes]:
     """Return this version's own text of each file of a vendored runtime that a package has and this version too."""
-    own = {f"{VENDORED}/{name}.py": name for name in vendor.names()}
+    own = {f"{VENDORED}/{name}.py": name for name in vendored_files.names()}
     return {path: operators.own_text(name).encode("utf-8") for path, name in own.items() if path in lock.files}
 
 
 def kept_original(folder: Path, lock: Lock) -> str | None:
     """Return the text of the original that a package was made from, None if it was not kept or is another."""
-    data = kept.text(folder, f"{lock.modeling}{kept.ORIGINAL}")
+    data = snapshots.text(folder, f"{lock.modeling}{snapshots.ORIGINAL}")
     if data is None:
         return None
     versions = (data, unix_newlines(data))
@@ -162,7 +162,7 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
         return f"{VERDICT_NAME} says that a later quick verification failed: rewrite verify {folder}"
     if verdict.original["sha256"] != lock.source.sha256:
         return f"the original has changed since it was verified: rewrite verify {folder}"
-    version, digest = vendor.runtime()
+    version, digest = vendored_files.runtime()
     if not lock.options.vendored and verdict.runtime["sha256"] != digest:
         return f"it was verified with another hf-rewrite-runtime than this {version}: rewrite verify {folder}"
     if changed is None:

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from rewrite.deliver import precheck
-from rewrite.engine.relocate import HEADER_LOCK
+from rewrite.codemod.relocate import HEADER_LOCK
+from rewrite.delivery import precheck
 from rewrite.errors import NotRestorable, RewriteError, SourceDoesNotParse
-from rewrite.package import kept, original, output, swap, syntax, vendor
+from rewrite.package import original, output, snapshots, swap, syntax, vendored_files
 from rewrite.package.assemble import INIT, INIT_LOCK, KEPT, VERDICT_NAME, WHOLE, Package
 from rewrite.package.lock import Lock, read_lock, sha256
+from rewrite.source.resolve import LOCK_NAME
 from rewrite.sync import rebuild
-from rewrite.sync.unguarded import unguarded
-from rewrite.upstream.source import LOCK_NAME
+from rewrite.sync.eject_package import unguarded
 
 UNDONE = ".undone"
 
@@ -85,11 +85,13 @@ def vendor_runtime(folder: Path) -> list[str]:
     names = [name for name in lock.files if (folder / name).is_file()]
     files = {name: (folder / name).read_bytes() for name in names}
     added = vendored(folder, lock, files)
-    archive = {name: kept.text(folder, name) for name in (INIT, lock.modeling, f"{lock.modeling}{kept.ORIGINAL}")}
+    archive = {
+        name: snapshots.text(folder, name) for name in (INIT, lock.modeling, f"{lock.modeling}{snapshots.ORIGINAL}")
+    }
     texts = {name: data for name, data in archive.items() if data is not None}
     generated = {name: _relative(texts[name]) for name in (INIT, lock.modeling) if name in texts}
-    files |= {**added, kept.ARCHIVE: kept.archive({**texts, **generated})}
-    made = {**generated, **{name: files[name] for name in (*added, kept.ARCHIVE) if name not in generated}}
+    files |= {**added, snapshots.ARCHIVE: snapshots.archive({**texts, **generated})}
+    made = {**generated, **{name: files[name] for name in (*added, snapshots.ARCHIVE) if name not in generated}}
     now = replace(
         lock,
         options=replace(lock.options, vendored=True),
@@ -110,13 +112,13 @@ def vendored(folder: Path, lock: Lock, files: Mapping[str, bytes]) -> dict[str, 
     own = {name: data for name, data in files.items() if name.endswith(".py") and "/" not in name}
     changed = {name: text for name, data in own.items() if (text := _relative(data)) != data}
     try:
-        return {**changed, **vendor.files([data.decode("utf-8-sig") for data in {**own, **changed}.values()])}
+        return {**changed, **vendored_files.files([data.decode("utf-8-sig") for data in {**own, **changed}.values()])}
     except SyntaxError as error:
         raise SourceDoesNotParse(folder / lock.modeling, error.lineno or 1, error.msg) from error
 
 
 def _relative(data: bytes) -> bytes:
-    return vendor.relative(data.decode("utf-8")).encode("utf-8")
+    return vendored_files.relative(data.decode("utf-8")).encode("utf-8")
 
 
 def _replace(folder: Path, lock: Lock, files: Mapping[str, bytes], keeps_lock: bool = True) -> None:
@@ -130,10 +132,10 @@ def _replace(folder: Path, lock: Lock, files: Mapping[str, bytes], keeps_lock: b
 
 def _generated(folder: Path, lock: Lock, name: str) -> bytes | None:
     """Return the generated text of a file: the kept one, or this version's own where it is the same."""
-    if name == kept.ARCHIVE:
+    if name == snapshots.ARCHIVE:
         return _archive(folder, lock)
     whole, inner = f"{WHOLE}/{name}", name.removeprefix(f"{KEPT}/")
-    if (text := kept.text(folder, name)) is not None and sha256(text) == lock.files[name]:
+    if (text := snapshots.text(folder, name)) is not None and sha256(text) == lock.files[name]:
         return text
     if lock.as_generated(folder, whole) and lock.files[whole] == lock.files[name]:
         return (folder / whole).read_bytes()
@@ -145,11 +147,11 @@ def _generated(folder: Path, lock: Lock, name: str) -> bytes | None:
 
 def _archive(folder: Path, lock: Lock) -> bytes | None:
     """Return the archive of kept texts, made again where all of it is still to be had."""
-    data = kept.text(folder, f"{lock.modeling}{kept.ORIGINAL}")
+    data = snapshots.text(folder, f"{lock.modeling}{snapshots.ORIGINAL}")
     if data is None or sha256(data) != lock.source.sha256:
         with contextlib.suppress(RewriteError):
             data = original.find(folder, lock).path.read_bytes()
-    return kept.made_again(folder, lock, data)
+    return snapshots.made_again(folder, lock, data)
 
 
 def _is_users(folder: Path, name: str) -> bool:

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rewrite.deliver import acceptance, verdict_file
+from rewrite.console import differences
+from rewrite.delivery import acceptance, verdict_file
 from rewrite.errors import AcceptanceNotReadable, VerdictNotReadable
 from rewrite.package import output
 from rewrite.package.lock import Lock
-from rewrite.show import diff
 from rewrite.sync import rebuild
 
 MOST_CHARACTERS = 60_000
@@ -31,7 +31,7 @@ def markdown(folder: Path, lock: Lock, before: str, after: str) -> str:
     head = "\n".join(said)
     parts, left_out = [], []
     room = MOST_CHARACTERS - len(head)
-    for name, changes in _by_class(diff.statistics(before, after)).items():
+    for name, changes in _by_class(differences.statistics(before, after)).items():
         part = _details(name, changes, before, after)
         if len(part) > room:
             left_out.append(name)
@@ -135,16 +135,16 @@ def _gates(verdict: verdict_file.Kept) -> Iterator[str]:
         yield f"| {gate.get('name')} | {gate.get('status')} | {', '.join(counts)} | {gate.get('worst', '')} |"
 
 
-def _by_class(changes: Sequence[diff.Change]) -> dict[str, list[diff.Change]]:
-    found: dict[str, list[diff.Change]] = {}
+def _by_class(changes: Sequence[differences.Change]) -> dict[str, list[differences.Change]]:
+    found: dict[str, list[differences.Change]] = {}
     for change in changes:
         found.setdefault(change.where.split(".")[0], []).append(change)
     return found
 
 
-def _details(name: str, changes: Sequence[diff.Change], before: str, after: str) -> str:
+def _details(name: str, changes: Sequence[differences.Change], before: str, after: str) -> str:
     added, removed = sum(c.added for c in changes), sum(c.removed for c in changes)
-    text = "".join(diff.hunks_in(before, after, [change.where for change in changes]))
+    text = "".join(differences.hunks_in(before, after, [change.where for change in changes]))
     fence = "```"
     while fence in text:
         fence += "`"

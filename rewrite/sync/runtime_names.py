@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rewrite import operators
-from rewrite.deliver.precheck import bound
+from rewrite.delivery.precheck import bound
 from rewrite.offers import DISTRIBUTION, OFFERS, VENDORED
-from rewrite.package import vendor
+from rewrite.package import vendored_files
 
 OLD = "runtime"
 """Folder of the runtime in packages of until 2026-11-28."""
@@ -34,7 +34,7 @@ def lacking(text: str) -> list[Lacking]:
 
 
 def _lacking(tree: ast.Module) -> Iterator[Lacking]:
-    files = {*vendor.names()}
+    files = {*vendored_files.names()}
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom):
             continue

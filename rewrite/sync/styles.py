@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rewrite.engine.layout import ruff
+from rewrite.codemod.text_layout import ruff
 
 _LENGTHS = (88, 79, 80, 99, 100, 110, 120)
 _REFINED = (

@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rewrite.deliver import commits, delivery, verification
-from rewrite.deliver.summary import describe
+from rewrite.console.console import Screen
+from rewrite.delivery import commits, delivery, verification
+from rewrite.delivery.summary import describe
 from rewrite.errors import BaseLost, ChangedMeanwhile, EditsBroken, EditsNotMerged, OtherTransformers, SitesNotAccepted
 from rewrite.package import original, output, swap
 from rewrite.package.assemble import KEPT, VERDICT_NAME, Package
 from rewrite.package.lock import Lock, read_lock
-from rewrite.show.console import Screen
+from rewrite.source.installed import Installed, find_transformers
+from rewrite.source.resolve import LOCK_NAME
 from rewrite.sync import edits, merge, rebuild
-from rewrite.sync.changes import RuleChange
 from rewrite.sync.rebuild import Renewal
-from rewrite.upstream.installed import Installed, find_transformers
-from rewrite.upstream.source import LOCK_NAME
+from rewrite.sync.site_changes import RuleChange
 
 VIEWS = ("upstream", "rewritten", "edits")
 """What `--show` shows: the original old → new, the generated text old → new, your edits."""

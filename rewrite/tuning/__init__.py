@@ -6,6 +6,6 @@ writes and prints what was found. Nothing here needs libcst, click or rich: `pyt
 a machine that has only torch and transformers.
 """
 
-from .run import Plan, tune
+from .tuning_run import Plan, tune
 
 __all__ = ["Plan", "tune"]

@@ -11,7 +11,7 @@ from rewrite.errors import RewriteError
 from rewrite.measure.presets import SHAPES
 
 from . import results
-from .run import Plan, title, tune
+from .tuning_run import Plan, title, tune
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--context", type=int, default=512)
     made.add_argument("--seconds", type=float, default=75.0, help="for the search at each batch size")
     made.add_argument("--ship", action="store_true", help="write to the package, not to the user's folder of tables")
-    made.add_argument("--table", action="store_true", help="also print the entries for runtime/core/tiles.py")
+    made.add_argument("--table", action="store_true", help="also print the entries for runtime/launching/tiles.py")
     return made
 
 

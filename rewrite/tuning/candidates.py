@@ -1,4 +1,4 @@
-"""What is worth trying for a name in the tables of `runtime/core/tiles.py`: at most 20 entries each."""
+"""What is worth trying for a name in the tables of `runtime/launching/tiles.py`: at most 20 entries each."""
 
 from __future__ import annotations
 

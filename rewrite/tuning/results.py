@@ -1,4 +1,4 @@
-"""What was found: a table for people, `tuned.json` for the runtime, a Python literal for `runtime/core/tiles.py`."""
+"""What was found: a table for people, `tuned.json` for the runtime, a literal for `runtime/launching/tiles.py`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from hf_rewrite_runtime.core.tables import TUNED
-from rewrite.benchmark.tables import plain_rows
+from hf_rewrite_runtime.launching.card_tables import TUNED
+from rewrite.benchmark.benchmark_tables import plain_rows
 
 from .candidates import Entry
 from .search import Change

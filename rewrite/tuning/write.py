@@ -1,4 +1,4 @@
-"""Puts what was measured into a table by chip that the runtime reads (`runtime/core/tables.py`)."""
+"""Puts what was measured into a table by chip that the runtime reads (`runtime/launching/card_tables.py`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rewrite.benchmark.plan import write_json
+from rewrite.benchmark.benchmark_plan import write_json
 
 
 def write(folder: Path, name: str, chip: str, entries: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .judging.checks import Progress
 from .judging.verdict import Check, Divergence, Gate, Options, Reached, Verdict
 from .margins import worst
-from .models.sides import Side
+from .models.loaded_sides import Side
 from .render import not_verified, render, summary
 from .runner import verify
 

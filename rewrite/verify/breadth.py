@@ -10,17 +10,17 @@ from typing import Literal
 
 from rewrite.errors import VerificationError
 
-from .alone import class_alone
-from .calls.forward import low_precision_alone
-from .generation.talk import talk_alone
+from .calls.single_forward import low_precision_alone
+from .generation.loop_scenarios import talk_alone
 from .judging.checks import CheckRun, describe, run_check
 from .judging.compare import NotRun
 from .judging.verdict import Check, Figure, Options
-from .models import sides
+from .models import loaded_sides
 from .models.configs import small_variants
+from .models.model_pair import Workbench
 from .models.subjects import Subject, model_classes, paired
-from .models.workbench import Workbench
 from .runner import settled, verify
+from .secondary_classes import class_alone
 
 Outcome = Literal["pass", "fail", "not run"]
 OPTIONS = Options(
@@ -44,7 +44,7 @@ def class_outcomes(
     first causal language model, or base, that can be built small.
     """
     options = replace(OPTIONS, device=device)
-    left, right = sides.load(sides.locate(original)), sides.load(sides.locate(folder))
+    left, right = loaded_sides.load(loaded_sides.locate(original)), loaded_sides.load(loaded_sides.locate(folder))
     subjects = paired(left, right)
     missing = [cls.__name__ for cls in model_classes(left) if not hasattr(right, cls.__name__)]
     gates: dict[str, Outcome] = {}

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .calls.asking import scenario_of
-from .calls.cases import CASES
+from .calls.argument_cases import CASES
+from .calls.argument_checks import scenario_of
 from .calls.parity import SCENARIOS, run_scenario, setting_for
 from .calls.scenarios import Scenario
+from .diagnosis import likely
 from .judging.compare import Error, Mismatch, NotRun, measure
 from .judging.tolerances import bound
 from .judging.verdict import Divergence
-from .likely import likely
 from .models.configs import Variant
 from .models.model_inputs import TEXT
-from .models.workbench import Pair, Workbench, on_original
+from .models.model_pair import Pair, Workbench, on_original
 
 
 @dataclass(frozen=True)

@@ -7,37 +7,37 @@ from functools import partial
 
 from rewrite.errors import VerificationError
 
-from .alone import class_alone
 from .calls.approximate import approximation_checks
-from .calls.asking import argument_checks
-from .calls.captured import captured_checks
+from .calls.argument_checks import argument_checks
+from .calls.captured_replays import captured_checks
 from .calls.compiled import compile_checks
-from .calls.forward import forward_parity, low_precision_forward
 from .calls.parity import exact_checks, low_precision_checks
 from .calls.precision import precision_checks, rounding_checks
 from .calls.registered import registered_checks
+from .calls.single_forward import forward_parity, low_precision_forward
 from .configuration.variations import configuration_checks
 from .generation.cache_name import lost_cache
+from .generation.call_sequences import turn_checks
 from .generation.itself import itself_checks
-from .generation.loop import SWITCH, loop_checks
-from .generation.steps import step_checks
-from .generation.talk import talk_checks
+from .generation.loop_checks import SWITCH, loop_checks
+from .generation.loop_scenarios import talk_checks
+from .generation.step_checks import step_checks
 from .generation.texts import generation_checks
-from .generation.turns import turn_checks
 from .judging.checks import CheckRun
 from .judging.compare import NotRun
 from .judging.verdict import Figure
 from .models.configs import small_variants
 from .models.model_inputs import TEXT
-from .models.shapes import wide_variant
+from .models.model_pair import Workbench, on_original
+from .models.real_shapes import wide_variant
 from .models.subjects import Subject, Subjects
-from .models.workbench import Workbench, on_original
 from .parallel import Part
+from .secondary_classes import class_alone
 from .state.embeddings import embedding_checks
 from .state.forms import form_checks
-from .state.operators import operator_checks
+from .state.operator_checks import operator_checks
 from .state.runtime import runtime_checks
-from .state.training import changing_checks, hook_checks
+from .state.training_checks import changing_checks, hook_checks
 
 
 def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
@@ -45,7 +45,7 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
     if name == "parity":
         return _with_text(bench, subjects) if bench.base.inputs == TEXT else _without_text(bench, subjects)
     if name == "model" and bench.options.weights is not None:
-        from .generation.teacher import teacher_checks
+        from .generation.teacher_forcing import teacher_checks
 
         return [Part(partial(teacher_checks, bench))]
     if name == "generation":

@@ -14,7 +14,7 @@ from . import clean_import
 from .judging.checks import CheckRun
 from .judging.compare import DoesNotRun, Mismatch
 from .judging.verdict import Figure
-from .models.sides import Source
+from .models.loaded_sides import Source
 
 LIMIT_S = 300
 

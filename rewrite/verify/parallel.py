@@ -16,11 +16,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 from .judging.checks import CheckRun, Done, Progress, one_by_one
-from .judging.record import Record
+from .judging.requested import Record
 from .judging.verdict import Check, ConfigField
+from .line_coverage import Arcs, Reach
 from .models.configs import Variant
-from .models.workbench import Workbench
-from .reach import Arcs, Reach
+from .models.model_pair import Workbench
 
 MOST = 4
 """More processes than this gain little: the longest part is a quarter of all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from .causes import causes
+from .failure_groups import causes
 from .judging.verdict import Asked, Check, ConfigField, Divergence, Figure, Gate, Reached, Verdict
 
 WIDTH = 80

@@ -11,23 +11,23 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from rewrite import collector
+from rewrite import gc_paused
+from rewrite.console.progress_steps import Step
 from rewrite.errors import SourceDoesNotImport
-from rewrite.show.step import Step
 
 from .isolation import CleanImport
 from .judging.checks import CheckRun, Done, Progress, describe, one_by_one, run_gate
 from .judging.compare import DoesNotRun
-from .judging.patience import NeverEnds, of_original, watched
 from .judging.verdict import Divergence, Figure, Gate, Options, Verdict
-from .models import sides
+from .judging.watchdog import NeverEnds, of_original, watched
+from .line_coverage import Reach
+from .models import loaded_sides
 from .models.inputs import random_state_kept
+from .models.loaded_sides import Side, Source
+from .models.model_pair import Workbench
 from .models.rounding import Rounding
-from .models.sides import Side, Source
 from .models.subjects import Subjects, find_subjects
-from .models.workbench import Workbench
-from .reach import Reach
-from .state.structure import class_checks, state_checks, text_checks
+from .state.class_structure import class_checks, state_checks, text_checks
 
 if TYPE_CHECKING:
     from .parallel import Part
@@ -44,8 +44,8 @@ def verify(
         SideNotFound: one of the two is not there.
         VerificationError: the original cannot be built, so there is nothing to compare with.
     """
-    with collector.paused():  # it may import transformers
-        sources = sides.locate(original), sides.locate(rewritten)
+    with gc_paused.paused():  # it may import transformers
+        sources = loaded_sides.locate(original), loaded_sides.locate(rewritten)
     return _Run(*sources, options or Options(), progress or (lambda message: None)).verdict()
 
 
@@ -174,7 +174,7 @@ class _Run:
 
     def _structure(self) -> Iterator[CheckRun]:
         from .state.checkpoints import checkpoint_checks
-        from .state.declared import declared_checks
+        from .state.declarations import declared_checks
         from .state.initial import initial_checks
 
         yield from text_checks(self.rewritten, self.options)
@@ -196,13 +196,13 @@ class _Run:
         if self.options.clean_process and not self.options.quick:
             self.clean = CleanImport.start(self.rewritten, self.original)
         try:
-            with collector.paused(), of_original():
-                upstream = sides.load(self.original)
+            with gc_paused.paused(), of_original():
+                upstream = loaded_sides.load(self.original)
         except Exception as error:  # a file from outside, for another release, may raise anything
             raise SourceDoesNotImport(self.original.path, describe(error)) from error
         try:
-            with collector.paused():
-                self.modules = upstream, sides.load(self.rewritten)
+            with gc_paused.paused():
+                self.modules = upstream, loaded_sides.load(self.rewritten)
         except Exception as error:  # the file under test may raise anything while it is imported
             raise DoesNotRun(f"the rewritten side does not import: {describe(error)}") from error
         return {}

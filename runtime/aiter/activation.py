@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import calls as aiter_calls
-from .norms import DTYPES
+from . import aiter_calls
+from .aiter_norms import DTYPES
 
 FUNCTIONS = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
 _ROWS = 37

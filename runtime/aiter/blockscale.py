@@ -3,7 +3,7 @@
     q_x, s_x = x in 8 bits, a scale for 128 columns of a row          y = Σ_blocks s_x s_w (q_x q_wᵀ) + b
 
 That is what a checkpoint's own FP8 kernels compute, and not what the rest of a package does: **the input is rounded to
-8 bits**, where ours keeps its 16 (`products/block_linear`). So it has to be named
+8 bits**, where ours keeps its 16 (`linear/block_linear`). So it has to be named
 (`REWRITE_AITER_ON=gemm_a8w8_blockscale`). The weight is read where it lies on gfx950. gfx942 takes e4m3fnuz: the bits
 of e4m3fn mean half as much there, so scales are doubled, and the one for a negative zero would be no number, so the
 weight is copied without it: its memory once more.
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..core import aiter_probe, derived
-from ..core.launch import fp8_dtype
-from ..core.written import version_of
-from . import calls as aiter_calls
-from .norms import DTYPES
+from ..core import aiter_probe, weight_copies
+from ..guards.tensor_version import version_of
+from ..launching.launch import fp8_dtype
+from . import aiter_calls
+from .aiter_norms import DTYPES
 
 BLOCK = 128
 """Rows and columns of a block, and columns of a row of the input with one scale."""
@@ -112,7 +112,7 @@ def _as_read(weight: Tensor, scale: Tensor) -> _Weight | None:
         return _Weight((0, 0, 0, 0), weight.detach(), scale.detach())
     if version_of(weight) is None or version_of(scale) is None:
         return None
-    derived.note()
+    weight_copies.note()
     kept: _Weight | None = _weights.get(weight)
     state = (version_of(weight), weight.data_ptr(), version_of(scale), scale.data_ptr())
     if kept is not None and kept.state == state:

@@ -16,9 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.integrations import flash_attention
 
 from ..core import backend
-from ..core.written import version_of
-from . import attention as aiter_attention
-from . import calls as aiter_calls
+from ..guards.tensor_version import version_of
+from . import aiter_attention, aiter_calls
 
 _NOT_DENSE = ("cu_seq_lens_q", "cu_seq_lens_k", "block_table", "k_cache", "cache")
 _in_order: WeakIdKeyDictionary = WeakIdKeyDictionary()

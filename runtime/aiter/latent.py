@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ..core import backend
-from ..core.launch import WAVE, Kernel, processors
-from . import calls as aiter_calls
-from .attention import LEAST
+from ..launching.launch import WAVE, Kernel, processors
+from . import aiter_calls
+from .aiter_attention import LEAST
 
 CASES = """
 case("DeepSeek V3, 8 rows", slot_lists, int64(1), int64(8), LONG_CONTEXT)

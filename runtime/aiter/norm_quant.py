@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ..core import aiter_probe
-from ..core.launch import fp8_dtype
-from . import calls as aiter_calls
-from .norms import RMSReference, as_rows, rows_and_weight, sum_refusal
+from ..launching.launch import fp8_dtype
+from . import aiter_calls
+from .aiter_norms import RMSReference, as_rows, rows_and_weight, sum_refusal
 
 _TENSORS = ("out", "input", "residual_in", "residual_out", "xscale", "yscale", "weight")
 _KEYWORDS = ("epsilon", "out_before_quant", "use_model_sensitive_rmsnorm")

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from ..core import backend
-from ..core.launch import WAVE, Kernel
-from . import calls as aiter_calls
-from .attention import LEAST, MAX_HEAD_DIM
-from .norms import DTYPES
+from ..launching.launch import WAVE, Kernel
+from . import aiter_calls
+from .aiter_attention import LEAST, MAX_HEAD_DIM
+from .aiter_norms import DTYPES
 
 CASES = """
 case("8B, 8 rows", page_tables, int64(1), int64(8), (8, LLAMA_8B.kv_heads, LONG_CONTEXT))

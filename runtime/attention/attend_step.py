@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..cache.preallocated import PreallocatedCache
-from ..core import reading
+from ..core import prefill_context
 from .decode_attention import decode_attention
 
 
@@ -36,7 +36,7 @@ def attend_step(
     Raises:
         NoPromptForm: if a prompt is being read: behind its last layer a single row is left, which no gate would know.
     """
-    reading.refuse(past_key_values, "attend_step")
+    prefill_context.refuse(past_key_values, "attend_step")
     attended = decode_attention(
         query, past_key_values, layer_idx, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks
     )

@@ -30,8 +30,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..core import backend, tables
-from ..core.tiles import next_power
+from ..core import backend
+from ..launching import card_tables
+from ..launching.tiles import next_power
 
 BACKENDS: dict[str, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -242,13 +243,13 @@ def _takes(
 # ---- tables ----
 
 
-@tables.cached
+@card_tables.cached
 def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
     """Return what was measured, by chip."""
-    return tables.read(tables.ATTENTION)
+    return card_tables.read(card_tables.ATTENTION)
 
 
-@tables.cached
+@card_tables.cached
 def _table(device: int | None) -> Mapping[str, str]:
     """Return the backends of a card by size, without those that run no more."""
     name = "cpu" if device is None else torch.cuda.get_device_properties(device).name

@@ -24,10 +24,10 @@ from ..aiter import unified as aiter_unified
 from ..cache.fp8_layer import Fp8Layer
 from ..cache.preallocated import PreallocatedCache
 from ..cache.token import Write
-from ..core import backend, deferring, reading
-from ..core.launch import HIP, overlaps, processors, shared_memory, wait_for_stores
-from ..core.rows import KERNEL_DTYPES
-from ..core.tiles import attention_key, entry, in_one_turn, next_power
+from ..core import backend, lazy_hooks, prefill_context
+from ..device.row_tiles import KERNEL_DTYPES
+from ..launching.launch import HIP, overlaps, processors, shared_memory, wait_for_stores
+from ..launching.tiles import attention_key, entry, in_one_turn, next_power
 from .prompt_attention import prompt_attention
 
 CASES = """
@@ -162,10 +162,12 @@ def decode_attention(
     if isinstance(layer, Fp8Layer):
         in_8_bits = layer
     position, starts = past_key_values.position, past_key_values.starts
-    if (prompt := reading.of(past_key_values)) is not None:
+    if (prompt := prefill_context.of(past_key_values)) is not None:
         if query.shape[2] > 1:
             if softcap is not None or sinks is not None or (sliding_window or query.shape[2]) < query.shape[2]:
-                raise reading.NoPromptForm("decode_attention", "scores are capped, cut by a window, or have sinks")
+                raise prefill_context.NoPromptForm(
+                    "decode_attention", "scores are capped, cut by a window, or have sinks"
+                )
             if in_8_bits is not None:
                 keys, values = in_8_bits.of_prompt(query.shape[2])
             return prompt_attention(query, keys, values, scaling)
@@ -196,7 +198,7 @@ def decode_attention(
         if in_8_bits is not None:
             split = for_8_bits(split, query.shape[0], kv_heads, capacity, head_dim)
             slots = in_8_bits.slots
-        written = None if slots is not None else deferring.taken(keys, values)
+        written = None if slots is not None else lazy_hooks.taken(keys, values)
         return launch(query, keys, values, position, starts, arrived, rule, split, slots, written)
     if in_8_bits is not None:
         keys, values = in_8_bits.read(keys.shape[2])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ..core import backend
-from ..core.launch import Kernel
+from ..launching.launch import Kernel
 
 if backend.triton_installed():
     import triton
     import triton.language as tl
 
     from ..cache.fp8_layer import in_range, kept
-    from ..core.arrivals import publish
+    from ..device.split_k_semaphores import publish
 
     @triton.jit
     def _tile(ptr, slot, keep, column, D: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -2,7 +2,7 @@
 
     scores = q kᵀ * scaling + mask + …          weights = softmax(scores)          out = weights v
 
-Each is put off (`products.deferred`) until the next asks for it; where the last one does, `masked_attention` computes
+Each is put off (`lazy.pending_ops`) until the next asks for it; where the last one does, `masked_attention` computes
 all of it, and where something else does, torch's own functions run one after the other.
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..products.put_off import Deferred
-from ..products.step_products import StepProducts
+from ..lazy.lazy_mode import Deferred
+from ..lazy.step_products import StepProducts
 from .masked_attention import masked_attention, takes_rows
 
 

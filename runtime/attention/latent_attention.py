@@ -28,17 +28,17 @@ from torch.nn import functional as F
 from ..aiter import latent as aiter_latent
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend
-from ..core.reading import refuse
-from ..core.rows import KERNEL_DTYPES
-from ..products import packing
-from ..products.block_linear import are_blocks, block_linear, blocks_of, is_block_linear
-from ..products.blocks import dequantized
-from ..products.linear import before, few_rows, linear, takes_few_rows
-from ..products.prologue import Prologue, prologue_of
+from ..core.prefill_context import refuse
+from ..device.row_tiles import KERNEL_DTYPES
+from ..linear import packing
+from ..linear.block_linear import are_blocks, block_linear, blocks_of, is_block_linear
+from ..linear.blocks import dequantized
+from ..linear.linear import before, few_rows, linear, takes_few_rows
+from ..linear.prologue import Prologue, prologue_of
+from ..rope.rope_cache import Rotation
+from ..rope.rotary import rotary
 from .latent_decode import divide, launch_latent_decode
 from .latent_query import HeadDims, Latents, Turn, launch_latent_query
-from .rope_cache import Rotation
-from .rotary import rotary
 
 MOST_RANK = 512
 """Of the latents: a program holds a row of them for 16 heads."""

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ..core import backend
-from ..core.launch import WAVE, Kernel, overlaps
-from ..core.tiles import next_power
+from ..launching.launch import WAVE, Kernel, overlaps
+from ..launching.tiles import next_power
 from .latent_query import HeadDims, Latents
 
 CASES = """

@@ -21,10 +21,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..core import backend
-from ..core.launch import WAVE, Kernel, overlaps
-from ..core.tiles import next_power
-from ..products.prologue import Prologue, norm_arguments
-from .rope_cache import Rotation
+from ..launching.launch import WAVE, Kernel, overlaps
+from ..launching.tiles import next_power
+from ..linear.prologue import Prologue, norm_arguments
+from ..rope.rope_cache import Rotation
 
 CASES = """
 def bring(heads, rows):
@@ -47,7 +47,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from .rope_cache import pair_columns
+    from ..rope.rope_cache import pair_columns
 
     @triton.jit
     def _turned(  # type: ignore[no-untyped-def]

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ..cache.token import Write
 from ..core import backend
-from ..core.arrivals import arrivals
-from ..core.launch import Kernel, overlaps, processors, wait_for_stores
-from ..core.rows import KERNEL_DTYPES
-from ..core.tiles import next_power
+from ..device.row_tiles import KERNEL_DTYPES
+from ..device.split_k_semaphores import arrivals
+from ..launching.launch import Kernel, overlaps, processors, wait_for_stores
+from ..launching.tiles import next_power
 
 MOST_HEADS = 16
 """Query heads of a program, which are the rows of a product of matrices."""
@@ -61,7 +61,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.arrivals import publish
+    from ..device.split_k_semaphores import publish
     from .decode_attention_kernel import key_products, sum_of_parts, weighted
 
     @triton.jit

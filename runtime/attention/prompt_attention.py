@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .native_gqa import native_gqa
+from .grouped_query import native_gqa
 
 
 def prompt_attention(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..core import backend
-from .native_gqa import native_gqa
+from .grouped_query import native_gqa
 
 MOST_ROWS = 65_535
 """Segments of one call: a grid of a CUDA kernel has no more in its second and third dimension."""

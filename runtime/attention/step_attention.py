@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..cache.preallocated import PreallocatedCache
 from ..cache.token import Write
-from ..core.written import version_of
-from ..products.chain import computed_once
-from ..products.step_products import StepProducts
+from ..guards.tensor_version import version_of
+from ..lazy.pointwise_fusion import computed_once
+from ..lazy.step_products import StepProducts
 from .masked_attention import masked_attention
-from .padded import padded, unpadded
+from .padded_heads import padded, unpadded
 
 
 class StepAttention:

@@ -14,10 +14,10 @@ from typing import Any
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from . import states
-from .alike import has_like
-from .grown import grown_by
+from .extra_tensors import grown_by
+from .layer_factory import has_like
 from .layers import INDEXED
-from .nested import _OF_THE_LOOP, _PLAIN
+from .nested_tensors import _OF_THE_LOOP, _PLAIN
 
 _CARRIED: dict[Any, set[str]] = {
     CacheLayerMixin: {"keys", "values", "is_initialized", "dtype", "device"},

@@ -2,7 +2,7 @@
 
 B batch, Hk key/value heads, S capacity, D and Dv head_dim of keys and values, n new tokens:
 
-    keys[b, h, s] ≈ key_scale[b, h, s] code[b, h, s]        as `core.e4m3` quantises rows; values likewise
+    keys[b, h, s] ≈ key_scale[b, h, s] code[b, h, s]        as `device.e4m3` quantises rows; values likewise
 
 What a token's bytes are follows from its key and value alone, rounded to the model's dtype before, and no scale has to
 be found in a calibration. `scale code` is a number of that dtype, so that whoever reads a slot, a kernel or plain
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import backend, reading
-from ..core.e4m3 import Quantized, as_read, dtype_for, scales
-from ..core.launch import WAVE, Kernel
-from ..core.rows import KERNEL_DTYPES
+from ..core import backend, prefill_context
+from ..device.e4m3 import Quantized, as_read, dtype_for, scales
+from ..device.row_tiles import KERNEL_DTYPES
+from ..launching.launch import WAVE, Kernel
 from .layers import CacheFull, PreallocatedLayer
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.e4m3 import encode, magnitude, scale_of
-    from ..products.blocks import widened
+    from ..device.e4m3 import encode, magnitude, scale_of
+    from ..linear.blocks import widened
 
     @triton.jit
     def kept(keys, values, scale_ptr, slot, there, dtype: tl.constexpr, DECODE: tl.constexpr, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -234,7 +234,7 @@ class Fp8Layer(PreallocatedLayer):
         self.length = end
         if start:
             return self.read(end)
-        if reading.of(self.cache) is not None:
+        if prefill_context.of(self.cache) is not None:
             self._prompt = key_states, value_states
         return key_states, value_states
 

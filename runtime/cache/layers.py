@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..aiter import calls as aiter_calls
+from ..aiter import aiter_calls
 from ..aiter import latent as aiter_latent
 from ..aiter import unified as aiter_unified
 from .token import write_token

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..core import reading
-from ..core.overwriting import overwriting
-from ..core.written import version_of
+from ..core import prefill_context
+from ..guards.overwriting import overwriting
+from ..guards.tensor_version import version_of
 from . import states
-from .alike import is_like, layer_like
+from .layer_factory import is_like, layer_like
 from .layers import OtherContents, PreallocatedLayer
 
 
@@ -305,7 +305,7 @@ def decodes(past_key_values: object) -> bool:
     """
     if not isinstance(past_key_values, PreallocatedCache) or past_key_values.width > 1:
         return False
-    if (prompt := reading.of(past_key_values)) is not None:
+    if (prompt := prefill_context.of(past_key_values)) is not None:
         return past_key_values.fused and not prompt.needs_mask
     return past_key_values.stepping and past_key_values.fused
 
@@ -314,6 +314,6 @@ def needs_no_mask(past_key_values: object) -> bool:
     """Return whether the layers read no mask: in a fused decode step, and in a captured prompt that is `causal`."""
     if not isinstance(past_key_values, PreallocatedCache):
         return False
-    if past_key_values.causal and (prompt := reading.of(past_key_values)) is not None:
+    if past_key_values.causal and (prompt := prefill_context.of(past_key_values)) is not None:
         prompt.needs_mask = False
     return past_key_values.causal or decodes(past_key_values)

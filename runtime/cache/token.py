@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import backend, deferring
-from ..core.launch import Kernel, overlaps
-from ..core.rows import KERNEL_DTYPES
-from ..products.put_off import Deferred
+from ..core import backend, lazy_hooks
+from ..device.row_tiles import KERNEL_DTYPES
+from ..launching.launch import Kernel, overlaps
+from ..lazy.lazy_mode import Deferred
 
 CASES = """
 kept = [tensor(1, 8, CONTEXT, 128) for _ in range(2)]
@@ -93,7 +93,7 @@ def write_token(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, positi
     if not _fits(keys, values, key, value):
         keys.index_copy_(2, position, key)
         values.index_copy_(2, position, value)
-    elif not deferring.write(Write(keys, values, key, value, position), keys, values):
+    elif not lazy_hooks.write(Write(keys, values, key, value, position), keys, values):
         _launch(keys, values, key, value, position)
 
 

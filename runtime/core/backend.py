@@ -29,10 +29,11 @@ from torch.compiler import is_compiling
 from torch.fx import Proxy
 from torch.nn.modules.module import _has_any_global_hook
 
-from . import aiter_probe, launch
-from .observers import has_own_forward, takes_part
-from .place import NAMESPACE
-from .provenance import runs_as_written
+from ..guards.observers import has_own_forward, takes_part
+from ..guards.place import NAMESPACE
+from ..guards.provenance import runs_as_written
+from ..launching import launch
+from . import aiter_probe
 
 BACKENDS = ("auto", "reference", "triton", "aiter")
 ENVIRONMENT_VARIABLE = "REWRITE_BACKEND"

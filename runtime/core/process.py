@@ -9,8 +9,8 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from ..guards.provenance import has_own_methods
 from . import backend
-from .provenance import has_own_methods
 
 _PRECISION = getattr(torch._C, "_get_fp32_precision_getter", None)
 """From torch 2.9 on. Where that was set by one of its names, asking by the older one raises."""

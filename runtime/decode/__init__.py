@@ -1,1 +1,1 @@
-"""`generate()` as a captured step, and the prompt before it."""
+"""One decode step of a model in a graph, and the prompt before it."""

@@ -8,9 +8,9 @@ slots behind are written anew by the tokens to come. The first prompt of a lengt
 that computes the same is kept. It serves that prompt too: the same call gives the same tokens the first and the
 second time.
 
-Where the layers have a `decode`, that reads the prompt (`core.reading`), if the model asks nothing but whether it
-needs a mask and is told no. A form that fails, or that computes something else than the model's forward, is left for
-the next one.
+Where the layers have a `decode`, that reads the prompt (`core.prefill_context`), if the model asks nothing but whether
+it needs a mask and is told no. A form that fails, or that computes something else than the model's forward, is left
+for the next one.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.names import argument_of
+from ..cache.cache_argument import argument_of
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend
-from ..core.capture import NOT_FOR_A_STEP, capture
-from ..core.launch import rehearsing
 from ..core.position_count import position_count
-from ..core.reading import NoPromptForm, Reading
+from ..core.prefill_context import NoPromptForm, Reading
 from ..core.rounding_noise import Trace, Yardstick
+from ..device.graph_capture import NOT_FOR_A_STEP, capture
+from ..launching.launch import rehearsing
 from ..norms.add_norm import add_norm
-from .changes import Before
 from .policy import policy_of
-from .proof import trace
+from .side_effects import Before
+from .validation import trace
 
 ROUNDING = 128
 """Lengths of graphs are multiples of this."""
@@ -82,7 +82,7 @@ class PromptGraph:
         self._tokens = length
         """n, as `_last` has it."""
         self._reading: Any = None
-        """`core.reading.Reading`, where the functions of a step read it."""
+        """`core.prefill_context.Reading`, where the functions of a step read it."""
         if form is not Form.FORWARD:
             self._reading = Reading(cache, length, self._last, form is Form.LAST, add_norm)
         # Where a single row is left in the end, two cannot be kept: `_by_steps` looks whether it is.

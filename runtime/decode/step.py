@@ -13,19 +13,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..attention.eager_step import HANDLERS
-from ..attention.padded import HANDLERS as PADDED
+from ..attention.padded_heads import HANDLERS as PADDED
 from ..attention.step_attention import StepAttention
-from ..cache.own import own_cache_of
+from ..cache.custom_cache import own_cache_of
 from ..cache.preallocated import PreallocatedCache
-from ..core.capture import NOT_FOR_A_STEP
-from ..core.launch import rehearses
-from ..products.chain import FUNCTIONS
-from ..products.put_off import Handlers
-from ..products.step_products import StepProducts
-from .carried import NoStates
-from .proof import StepFails
-from .sampling import StepState
-from .step_length import StepLength
+from ..device.graph_capture import NOT_FOR_A_STEP
+from ..launching.launch import rehearses
+from ..lazy.lazy_mode import Handlers
+from ..lazy.pointwise_fusion import FUNCTIONS
+from ..lazy.step_products import StepProducts
+from ..sampling.sampling import StepState
+from .device_length import StepLength
+from .recurrent_state import NoStates
+from .validation import StepFails
 
 
 class Step:

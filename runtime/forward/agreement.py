@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..core import backend
 from ..core.rounding_noise import Trace, Yardstick
-from .graph import Unsuitable
-from .structure import form_of
+from .call_structure import form_of
+from .forward_graph import Unsuitable
 
 TOLERANCES = {torch.float16: 0.1, torch.bfloat16: 0.1}
 """Largest relative distance of an output of a graph, by dtype: in a capture transformers makes masks that it leaves

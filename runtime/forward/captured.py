@@ -22,20 +22,20 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from transformers.cache_utils import Cache
 
-from ..cache.names import NAMES
+from ..cache.cache_argument import NAMES
 from ..core import backend
-from ..core.capture import index_of
-from ..core.compile_ahead import load_compiler_beside
 from ..core.process import settings
-from .fitness import is_elsewhere, unfit_call
-from .graph import AsItIs, Given, Run
-from .lengths import Text, text_of
-from .packing import packed_text
-from .padding import Cut, InBucket
-from .store import ForwardStore, store_of
-from .structure import NotUnderstood, form_of
-from .switch import get_forward_graphs, get_ragged_batches
-from .trial import attempt
+from ..device.compile_ahead import load_compiler_beside
+from ..device.graph_capture import index_of
+from .bucket_check import Cut, InBucket
+from .call_structure import NotUnderstood, form_of
+from .capture_trial import attempt
+from .forward_cache import ForwardStore, store_of
+from .forward_eligibility import is_elsewhere, unfit_call
+from .forward_graph import AsItIs, Given, Run
+from .forward_settings import get_forward_graphs, get_ragged_batches
+from .length_buckets import Text, text_of
+from .unpad import packed_text
 
 
 class _Thread(threading.local):

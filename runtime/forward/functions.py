@@ -1,11 +1,11 @@
 """Functions of torch in a captured forward: chains of pointwise ones, and copies that what reads them can do without.
 
 A forward of many tokens is bound by memory wherever it is no product: each pointwise function reads and writes
-everything once more. What a capture runs is looked at once, so there runs of them are one kernel (`products.chain`),
-whatever the modeling file calls them, with the norm that follows as its last stage (`products.chain_rows`); joins
-(`torch.cat`) and copies into another order are part of that. Attention takes queries, keys and values where they lie.
-ReLU and GELU's tanh form are in the epilogue of the product before them (`products.activated_product`), where that is
-faster.
+everything once more. What a capture runs is looked at once, so there runs of them are one kernel
+(`lazy.pointwise_fusion`), whatever the modeling file calls them, with the norm that follows as its last stage
+(`lazy.fusion_rows`); joins (`torch.cat`) and copies into another order are part of that. Attention takes queries, keys
+and values where they lie. ReLU and GELU's tanh form are in the epilogue of the product before them
+(`lazy.activated_product`), where that is faster.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..products.activated_product import activated_product, put_off_product
-from ..products.chain import FUNCTIONS, hides_nothing, in_order, uncopied, where_it_runs
-from ..products.chain_rows import norm_of_chain
-from ..products.prologue import LayerNormPrologue, Norm, Prologue
-from ..products.put_off import PutsOff
+from ..lazy.activated_product import activated_product, put_off_product
+from ..lazy.fusion_rows import norm_of_chain
+from ..lazy.lazy_mode import PutsOff
+from ..lazy.pointwise_fusion import FUNCTIONS, hides_nothing, in_order, uncopied, where_it_runs
+from ..linear.prologue import LayerNormPrologue, Norm, Prologue
 
 CASES = """
 def forward(function, *given):

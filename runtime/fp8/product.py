@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..aiter import fp8 as aiter_fp8
+from ..aiter import aiter_fp8
 from ..core import backend
-from ..core.e4m3 import Quantized, has_fp8
+from ..device.e4m3 import Quantized, has_fp8
 
 FAST_SUMS = False
 """Whether NVIDIA's tensor cores may keep partial sums in fewer bits than fp32."""

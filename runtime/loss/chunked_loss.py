@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers.loss import loss_utils
 
 from ..core import backend
-from ..products.linear import linear
+from ..linear.linear import linear
 from .cross_entropy import total_loss
 from .deferred_logits import DeferredLogits, plain
 

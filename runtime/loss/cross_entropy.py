@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core import backend
-from ..core.launch import HIP, WAVE, Kernel
-from ..core.rows import KERNEL_DTYPES
+from ..device.row_tiles import KERNEL_DTYPES
+from ..launching.launch import HIP, WAVE, Kernel
 
 CASES = """
 def losses(model, dtype=torch.bfloat16, **form):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.written import version_of
+from ..guards.tensor_version import version_of
 from .cross_entropy import Shape
 
 Operation = tuple[str, Any]

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import backend, rows
-from ..core.launch import HIP, WAVE, Kernel, overlaps
-from ..core.tiles import Tile
-from ..products.block_groups import in_words
-from ..products.blocks import GROUP, Blocks, dequantized, reason_against
+from ..core import backend
+from ..device import row_tiles
+from ..launching.launch import HIP, WAVE, Kernel, overlaps
+from ..launching.tiles import Tile
+from ..linear.block_groups import in_words
+from ..linear.blocks import GROUP, Blocks, dequantized, reason_against
 from . import mxfp4_experts
 from .form import ExpertsForm, Gating, gated, gating
 from .grouped import grouped_experts
@@ -50,7 +51,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.block_groups import block_scales, eight_sums, four_sums, octets, row_groups, sixteen
+    from ..linear.block_groups import block_scales, eight_sums, four_sums, octets, row_groups, sixteen
     from .form import gate_experts
 
     @triton.jit
@@ -309,9 +310,9 @@ def _kernels_take(
     tokens: Tensor, index: Tensor, weights: Tensor, parts: BlockExperts, residual: Tensor | None
 ) -> bool:
     others = [tensor for tensor in (*parts.biases, residual, weights) if tensor is not None]
-    if not tokens.numel() or tokens.dtype not in rows.KERNEL_DTYPES:
+    if not tokens.numel() or tokens.dtype not in row_tiles.KERNEL_DTYPES:
         return False
-    if any(t.device != tokens.device or t.dtype not in rows.KERNEL_DTYPES for t in others):
+    if any(t.device != tokens.device or t.dtype not in row_tiles.KERNEL_DTYPES for t in others):
         return False
     if any(t.device != tokens.device for t in (index, parts.gate_up.values, parts.down.values)):
         return False
@@ -365,10 +366,10 @@ def launch_block_experts(
     (gate_up, down), (first_bias, second_bias) = parts[:2], parts.biases
     experts, hidden_size, size = down.shape
     tokens, top_k = index.shape
-    x, x_stride = rows.flatten(x)
-    index, index_stride = rows.flatten(index)
-    weights, weights_stride = rows.flatten(weights)
-    added, added_stride = (x, x_stride) if residual is None else rows.flatten(residual)
+    x, x_stride = row_tiles.flatten(x)
+    index, index_stride = row_tiles.flatten(index)
+    weights, weights_stride = row_tiles.flatten(weights)
+    added, added_stride = (x, x_stride) if residual is None else row_tiles.flatten(residual)
     states = torch.empty(tokens, top_k, size, dtype=x.dtype, device=x.device)
     first, second = tiles or rule(parts, top_k)
     block_k = 1 << (top_k - 1).bit_length()

@@ -7,11 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ..aiter import calls as aiter_calls
-from ..aiter import experts as aiter_experts
-from ..aiter import preshuffle as aiter_preshuffle
-from ..aiter import selection as aiter_selection
-from ..products import preshuffle
+from ..aiter import aiter_calls, aiter_experts, aiter_preshuffle, aiter_selection
+from ..linear import preshuffle
 from .form import Gating
 from .selection import RoutingRule, select_experts
 

@@ -19,18 +19,19 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ..core import backend, rows
-from ..core.launch import WAVE, chip_of, overlaps
-from ..parallel.forwards import summed
+from ..core import backend
+from ..device import row_tiles
+from ..launching.launch import WAVE, chip_of, overlaps
+from ..tensor_parallel.forwards import summed
+from .batched_experts import are_joined, launch_joined
 from .block_experts import block_experts, block_experts_of
 from .by_aiter import experts_by_aiter
+from .experts_autograd import fits as fits_training
+from .experts_autograd import trained_experts
+from .experts_in_out import launch_transposed
 from .form import ExpertsForm, Gating, form_of, gated, gating
 from .grouped import grouped_experts
-from .joined_experts import are_joined, launch_joined
 from .mxfp4 import MxExperts
-from .trained import fits as fits_training
-from .trained import trained_experts
-from .transposed import launch_transposed
 
 CASES = """
 def run(sizes, form=None):
@@ -195,7 +196,7 @@ def _is_sorted_here(tokens: Tensor, experts: nn.Module, form: ExpertsForm | None
     names = ("gate_up_proj", "down_proj") + (("gate_up_proj_bias", "down_proj_bias") if form and form.biased else ())
     given = [experts._parameters[name] for name in names]  # plain tensors where a rank has a part of them
     alike = all(t is not None and t.dtype == tokens.dtype and t.device == tokens.device for t in given)
-    return alike and tokens.dtype in rows.KERNEL_DTYPES and tokens.numel() > 0 and backend.uses_triton(tokens)
+    return alike and tokens.dtype in row_tiles.KERNEL_DTYPES and tokens.numel() > 0 and backend.uses_triton(tokens)
 
 
 def _has_a_say(experts: nn.Module) -> bool:
@@ -346,7 +347,7 @@ def _forward(
 def _refusal(hidden_states: Tensor, index: Tensor, weights: Tensor, others: Sequence[Tensor | None]) -> str | None:
     dtype = hidden_states.dtype
     same = [tensor for tensor in others if tensor is not None]
-    if dtype not in rows.KERNEL_DTYPES or weights.dtype not in (dtype, torch.float32):
+    if dtype not in row_tiles.KERNEL_DTYPES or weights.dtype not in (dtype, torch.float32):
         return "dtype"
     if any(tensor.dtype != dtype for tensor in same):
         return "dtype"
@@ -390,10 +391,10 @@ def _launch_packed(
 ) -> None:
     tokens, top_k = index.shape
     experts, hidden_size, intermediate_size = down_proj.shape
-    x, x_stride = rows.flatten(hidden_states)
-    index, index_stride = rows.flatten(index)
-    weights, weights_stride = rows.flatten(weights)
-    added, added_stride = (x, x_stride) if residual is None else rows.flatten(residual)
+    x, x_stride = row_tiles.flatten(hidden_states)
+    index, index_stride = row_tiles.flatten(index)
+    weights, weights_stride = row_tiles.flatten(weights)
+    added, added_stride = (x, x_stride) if residual is None else row_tiles.flatten(residual)
     gated = torch.empty(tokens, top_k, intermediate_size, dtype=x.dtype, device=x.device)
     sizes = (experts, top_k, hidden_size, intermediate_size)
     overlap = overlaps(x)

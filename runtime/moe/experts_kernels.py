@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..core import backend
-from ..core.launch import Kernel
+from ..launching.launch import Kernel
 
 if backend.triton_installed():
     import triton

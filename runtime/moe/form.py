@@ -13,14 +13,14 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..core import backend
-from ..products.gated_activation import _REFERENCE as ACTIVATIONS
-from ..products.gated_activation import activation_kind
+from ..linear.gated_activation import _REFERENCE as ACTIVATIONS
+from ..linear.gated_activation import activation_kind
 
 if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.gated_activation import _activate
+    from ..linear.gated_activation import _activate
 
     @triton.jit
     def load_tile(pointers, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]

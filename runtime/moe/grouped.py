@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..core import backend
-from ..core.launch import HIP, WAVE, Kernel
-from ..products.blocks import Blocks, as_read
+from ..launching.launch import HIP, WAVE, Kernel
+from ..linear.blocks import Blocks, as_read
 from .form import Gating
 
 CASES = """
@@ -52,7 +52,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.blocks import halves, narrowed, scaled_by, widened
+    from ..linear.blocks import halves, narrowed, scaled_by, widened
     from .form import gate_experts
 
     @triton.jit

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..core import backend
-from ..package.checkpoint import Loader
-from ..products.blocks import Blocks, dequantized
+from ..linear.blocks import Blocks, dequantized
+from ..loading.original_checkpoint import Loader
 from .block_experts import BlockExperts, block_experts
 from .form import ExpertsForm, form_of
 

@@ -1,4 +1,4 @@
-"""MXFP4 experts of few tokens in bf16, on NVIDIA's matrix units (`products.own_sums`).
+"""MXFP4 experts of few tokens in bf16, on NVIDIA's matrix units (`linear.mma_fp4`).
 
 The letters are those of `experts`. A program has WARPS warps of 32 threads: thread `4 r + q` of one has row `r` of 8,
 and of its columns a group of 32, the warps and the four `q` next to each other. UNROLL steps of these are loaded at
@@ -16,15 +16,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core import backend, rows
-from ..core.launch import chip_of, collects, overlaps
-from ..core.tiles import Tile
-from ..products.blocks import Blocks
-from ..products.own_sums import ROWS
+from ..core import backend
+from ..device import row_tiles
+from ..launching.launch import chip_of, collects, overlaps
+from ..launching.tiles import Tile
+from ..linear.blocks import Blocks
+from ..linear.mma_fp4 import ROWS
 from .form import Gating
 
 CASES = """
-from hf_rewrite_runtime.core.launch import HIP
+from hf_rewrite_runtime.launching.launch import HIP
 
 if not HIP:
     def few(sizes, top_k):
@@ -139,8 +140,8 @@ def launch_gate_up(
 ) -> None:
     """Write the gated states `[N, K, M]` times 2^64, each eight of them in pairs."""
     experts, both, hidden_size = weight.shape
-    x, x_stride = rows.flatten(x)
-    index, index_stride = rows.flatten(index)
+    x, x_stride = row_tiles.flatten(x)
+    index, index_stride = row_tiles.flatten(index)
     overlap, size = overlaps(x), both // 2
     with backend.device_guard(x):
         mxfp4_gate_up_kernel.launch(
@@ -175,9 +176,9 @@ def launch_down(
     """Write what the experts make of `launch_gate_up`'s states."""
     experts, hidden_size, size = weight.shape
     tokens, top_k = index.shape
-    index, index_stride = rows.flatten(index)
-    weights, weights_stride = rows.flatten(weights)
-    added, added_stride = (out, hidden_size) if residual is None else rows.flatten(residual)
+    index, index_stride = row_tiles.flatten(index)
+    weights, weights_stride = row_tiles.flatten(weights)
+    added, added_stride = (out, hidden_size) if residual is None else row_tiles.flatten(residual)
     overlap = overlaps(states)
     with backend.device_guard(states):
         mxfp4_down_kernel.launch(

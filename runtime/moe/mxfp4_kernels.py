@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ..core import backend
-from ..core.launch import Kernel
+from ..launching.launch import Kernel
 
 if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.own_sums import exponent_scales, four_words, in_pairs, own_sums
+    from ..linear.mma_fp4 import exponent_scales, four_words, in_pairs, own_sums
     from .form import gate_experts
 
     @triton.jit

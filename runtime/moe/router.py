@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import backend, rows
-from ..core.launch import WAVE, Kernel, overlaps
+from ..core import backend
+from ..device import row_tiles
+from ..launching.launch import WAVE, Kernel, overlaps
+from ..linear.prologue import Prologue, prologue_of
 from ..norms.rms_norm import reference as norm_reference
 from ..norms.rms_norm import refusal as norm_refusal
 from ..norms.rms_norm import result_dtype
-from ..products.prologue import Prologue, prologue_of
 from .by_aiter import selection_by_aiter
 from .selection import RoutingRule, groups_fit, launch_selection, select_experts
 
@@ -217,7 +218,7 @@ def _refusal(hidden_states: Tensor, norm_weight: Tensor | None, weight_in_fp32: 
     if result_dtype(hidden_states.dtype, norm_weight, weight_in_fp32) != hidden_states.dtype:
         return "dtype"
     others = [t for t in (rule.weight, rule.bias, rule.correction_bias) if t is not None]
-    if any(t.dtype not in rows.KERNEL_DTYPES for t in others):
+    if any(t.dtype not in row_tiles.KERNEL_DTYPES for t in others):
         return "dtype"
     if not rule.logits_in_fp32 and rule.weight.dtype != hidden_states.dtype:
         return "dtype"
@@ -237,7 +238,7 @@ def _launch(
     tokens = weights.shape[0]
     if tokens == 0:
         return out, weights, index
-    x, stride = rows.flatten(hidden_states)
+    x, stride = row_tiles.flatten(hidden_states)
     experts, hidden_size = rule.weight.shape
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     weight = rule.weight.contiguous()

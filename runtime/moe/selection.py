@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core import backend
-from ..core.launch import WAVE, Kernel, overlaps
+from ..launching.launch import WAVE, Kernel, overlaps
 
 if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.follow import follow
+    from ..device.pdl import follow
 
     @triton.jit
     def _keys(  # type: ignore[no-untyped-def]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..core import backend, deferring, layout, rows
-from ..core.launch import overlaps
+from ..core import backend, lazy_hooks, output_layout
+from ..device import row_tiles
+from ..launching.launch import overlaps
 from .add_rms_norm import empty_sum, sum_refusal
 from .layer_norm import layer_norm
 from .layer_norm import refusal as norm_refusal
@@ -66,7 +67,7 @@ def add_layer_norm(
     if reason is not None:
         backend.count_fallback("add_layer_norm", reason)
         return _reference(hidden_states, residual, weight, bias, eps)
-    if (summed := deferring.sum(hidden_states, residual)) is not None:
+    if (summed := lazy_hooks.sum(hidden_states, residual)) is not None:
         return layer_norm(summed, weight, bias, eps), summed
     return _op(hidden_states, residual, weight, bias, eps)
 
@@ -158,10 +159,10 @@ def _forward(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if backend.uses_triton(hidden_states):
-        if layout.is_free():
+        if output_layout.is_free():
             hidden_states, residual = hidden_states.contiguous(), residual.contiguous()
         reason = sum_refusal(hidden_states, residual) or _parameter_refusal(hidden_states, residual, weight, bias)
-        reason = reason or (None if rows.order(residual) == () else "layout")
+        reason = reason or (None if row_tiles.order(residual) == () else "layout")
         if reason is None:
             return _launch(hidden_states, residual, weight, bias, eps)
         backend.count_fallback("add_layer_norm", reason)
@@ -197,11 +198,11 @@ def _launch(
         return normed, summed
     hidden_size = summed.shape[-1]
     row_count = summed.numel() // hidden_size
-    x, stride = rows.flatten(hidden_states)
-    residual, residual_stride = rows.flatten(residual)
+    x, stride = row_tiles.flatten(hidden_states)
+    residual, residual_stride = row_tiles.flatten(residual)
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
+    block_rows, block_cols, num_warps = row_tiles.tile(hidden_size, row_count)
     overlap = overlaps(summed)
     with backend.device_guard(summed):
         layer_norm_kernel.launch(

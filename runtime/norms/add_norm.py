@@ -7,8 +7,8 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from ..core import backend
-from ..core.launch_bound import is_launch_bound
-from ..core.provenance import owner_of
+from ..device.launch_bound import is_launch_bound
+from ..guards.provenance import owner_of
 from .add_layer_norm import add_layer_norm
 from .add_rms_norm import add_rms_norm
 from .torch_rms_norm import torch_rms_norm

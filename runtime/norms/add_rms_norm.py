@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from ..aiter import norms as aiter_norms
-from ..core import backend, deferring, rows
-from ..core.launch import overlaps
+from ..aiter import aiter_norms
+from ..core import backend, lazy_hooks
+from ..device import row_tiles
+from ..launching.launch import overlaps
 from .rms_norm import note_made, result_dtype, rms_norm
 from .rms_norm import reference as norm_reference
 from .rms_norm import refusal as norm_refusal
@@ -72,7 +73,7 @@ def add_rms_norm(
             return normed, summed
         backend.count_fallback("add_rms_norm", str(reason))
         return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
-    if (summed := deferring.sum(hidden_states, residual)) is not None:
+    if (summed := lazy_hooks.sum(hidden_states, residual)) is not None:
         return rms_norm(summed, weight, eps, offset=offset, weight_in_fp32=weight_in_fp32), summed
     return _op(hidden_states, residual, weight, eps, offset, weight_in_fp32)
 
@@ -149,7 +150,7 @@ def _forward(
     offset: float,
     weight_in_fp32: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    order = rows.order(residual)
+    order = row_tiles.order(residual)
     if order == ():
         given = (hidden_states, residual, weight, eps, offset, weight_in_fp32)
         found = aiter_norms.add_rms_norm(*given, norm_reference)
@@ -161,14 +162,14 @@ def _forward(
         if reason is None and order is not None:
             x, y = (t.permute(order) if order else t for t in (hidden_states, residual))
             normed, summed = _launch(x, y, weight, eps, offset, weight_in_fp32)
-            return rows.restored(normed, order), rows.restored(summed, order)
+            return row_tiles.restored(normed, order), row_tiles.restored(summed, order)
         backend.count_fallback("add_rms_norm", str(reason))
     return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
 
 
 def sum_refusal(hidden_states: torch.Tensor, residual: torch.Tensor) -> str | None:
     """Return why a kernel does not add these two, or None if it does."""
-    if residual.dtype not in rows.KERNEL_DTYPES:
+    if residual.dtype not in row_tiles.KERNEL_DTYPES:
         return "dtype"
     if residual.shape != hidden_states.shape or residual.device != hidden_states.device:
         return "residual_shape_or_device"
@@ -198,10 +199,10 @@ def _launch(
         return normed, summed
     hidden_size = summed.shape[-1]
     row_count = summed.numel() // hidden_size
-    x, stride = rows.flatten(hidden_states)
-    residual, residual_stride = rows.flatten(residual)
+    x, stride = row_tiles.flatten(hidden_states)
+    residual, residual_stride = row_tiles.flatten(residual)
     weight = None if weight is None else weight.contiguous()
-    block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
+    block_rows, block_cols, num_warps = row_tiles.tile(hidden_size, row_count)
     overlap = overlaps(summed)
     with backend.device_guard(summed):
         rms_norm_kernel.launch(

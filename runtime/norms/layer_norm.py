@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from ..aiter import norms as aiter_norms
-from ..core import backend, deferring, rows
-from ..core.launch import Kernel, overlaps
+from ..aiter import aiter_norms
+from ..core import backend, lazy_hooks
+from ..device import row_tiles
+from ..launching.launch import Kernel, overlaps
 from .layer_norm_backward import layer_norm_backward
 from .layer_norm_backward import refusal as backward_refusal
 
@@ -27,7 +28,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.follow import follow
+    from ..device.pdl import follow
 
     @triton.jit
     def _load(x_row, residual_row, sum_row, col, mask, ADD: tl.constexpr, STORE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -138,7 +139,7 @@ def layer_norm(
             return normed
         backend.count_fallback("layer_norm", str(reason))
         return _reference(hidden_states, weight, bias, eps)
-    deferred = deferring.layer_norm(hidden_states, weight, bias, eps)
+    deferred = lazy_hooks.layer_norm(hidden_states, weight, bias, eps)
     return _op(hidden_states, weight, bias, eps) if deferred is None else deferred
 
 
@@ -188,13 +189,13 @@ def refusal(hidden_states: torch.Tensor, *parameters: torch.Tensor | None) -> st
     """Return why the kernel does not take these tensors, or None if it does."""
     if not hidden_states.ndim:
         return "scalar"
-    if hidden_states.dtype not in rows.KERNEL_DTYPES:
+    if hidden_states.dtype not in row_tiles.KERNEL_DTYPES:
         return "dtype"
     shapes = set()
     for parameter in parameters:
         if parameter is None:
             continue
-        if parameter.dtype not in rows.KERNEL_DTYPES:
+        if parameter.dtype not in row_tiles.KERNEL_DTYPES:
             return "dtype"
         if parameter.device != hidden_states.device:
             return "weight_shape_or_device"
@@ -207,7 +208,7 @@ def refusal(hidden_states: torch.Tensor, *parameters: torch.Tensor | None) -> st
 def _forward(
     hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    order = rows.order(hidden_states)
+    order = row_tiles.order(hidden_states)
     if order == ():
         normed = aiter_norms.layer_norm(hidden_states, weight, bias, eps, _reference)
         if normed is not None:
@@ -219,7 +220,7 @@ def _forward(
             reason = reason or "layout"
         if reason is None and order is not None:
             x = hidden_states.permute(order) if order else hidden_states
-            return rows.restored(launch_layer_norm(x, weight, bias, eps), order)
+            return row_tiles.restored(launch_layer_norm(x, weight, bias, eps), order)
         backend.count_fallback("layer_norm", str(reason))
     return _reference(hidden_states, weight, bias, eps)
 
@@ -238,12 +239,12 @@ def launch_layer_norm(
         return out
     hidden_size = out.shape[-1]
     row_count = out.numel() // hidden_size
-    x, inner, outer_stride, inner_stride = rows.collapse(hidden_states)
+    x, inner, outer_stride, inner_stride = row_tiles.collapse(hidden_states)
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     parameter = weight if weight is not None else bias
     groups = 1 if parameter is None else parameter.numel() // hidden_size
-    block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
+    block_rows, block_cols, num_warps = row_tiles.tile(hidden_size, row_count)
     overlap = overlaps(out)
     with backend.device_guard(out):
         layer_norm_kernel.launch(

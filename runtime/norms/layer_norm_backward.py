@@ -17,8 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core import backend, rows
-from ..core.launch import Kernel
+from ..core import backend
+from ..device import row_tiles
+from ..launching.launch import Kernel
 
 CASES = """
 def gradients(size, add=False, bias=True, heads=0):
@@ -101,9 +102,9 @@ if backend.triton_installed():
 
 def refusal(hidden_states: Tensor) -> str | None:
     """Return why the kernel does not take rows of these, besides what the forward's kernel refuses; or None."""
-    if hidden_states.shape[-1] > rows.MAX_BLOCK_COLS:
+    if hidden_states.shape[-1] > row_tiles.MAX_BLOCK_COLS:
         return "wide"
-    return None if hidden_states.numel() and rows.order(hidden_states) == () else "layout"
+    return None if hidden_states.numel() and row_tiles.order(hidden_states) == () else "layout"
 
 
 def layer_norm_backward(
@@ -127,7 +128,7 @@ def layer_norm_backward(
         needed: whether the weight's is wanted, and whether the bias's is.
     """
     hidden_size = hidden_states.shape[-1]
-    x, inner, outer_stride, inner_stride = rows.collapse(hidden_states)
+    x, inner, outer_stride, inner_stride = row_tiles.collapse(hidden_states)
     gradient = gradient.contiguous()
     adds = after is not None  # it may be the very tensor that the norm's gradient is: that of `normed + summed`
     after = gradient if after is None else after.contiguous()
@@ -135,8 +136,8 @@ def layer_norm_backward(
     parameter = weight if weight is not None else bias
     groups = 1 if parameter is None else parameter.numel() // hidden_size
     row_count = hidden_states.numel() // hidden_size // groups
-    block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
-    programs = max(1, rows.programs(out, -(-row_count // block_rows)) // groups)
+    block_rows, block_cols, num_warps = row_tiles.tile(hidden_size, row_count)
+    programs = max(1, row_tiles.programs(out, -(-row_count // block_rows)) // groups)
     for_weight, for_bias = needed[0] and weight is not None, needed[1] and bias is not None
     of_weight, of_bias = (
         torch.empty((programs if wanted else 1, groups * hidden_size), dtype=torch.float32, device=out.device)

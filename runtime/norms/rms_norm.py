@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from ..aiter import norms as aiter_norms
-from ..core import backend, deferring, rows
-from ..core.launch import Kernel, overlaps
-from ..core.made import remember
+from ..aiter import aiter_norms
+from ..core import backend, lazy_hooks
+from ..core.recompute import remember
+from ..device import row_tiles
+from ..launching.launch import Kernel, overlaps
 from .rms_norm_backward import refusal as backward_refusal
 from .rms_norm_backward import rms_norm_backward
 
@@ -40,7 +41,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.follow import follow
+    from ..device.pdl import follow
 
     @triton.jit
     def _load(x_row, residual_row, sum_row, col, mask, ADD: tl.constexpr, STORE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -173,7 +174,7 @@ def rms_norm(
             return normed
         backend.count_fallback("rms_norm", str(reason))
         return reference(hidden_states, weight, eps, offset, weight_in_fp32)
-    deferred = deferring.rms_norm(hidden_states, weight, eps, offset, weight_in_fp32)
+    deferred = lazy_hooks.rms_norm(hidden_states, weight, eps, offset, weight_in_fp32)
     return _op(hidden_states, weight, eps, offset, weight_in_fp32) if deferred is None else deferred
 
 
@@ -249,19 +250,19 @@ def refusal(hidden_states: torch.Tensor, weight: torch.Tensor | None) -> str | N
     """Return why the kernel does not take these tensors, or None if it does."""
     if not hidden_states.ndim:
         return "scalar"
-    if hidden_states.dtype not in rows.KERNEL_DTYPES:
+    if hidden_states.dtype not in row_tiles.KERNEL_DTYPES:
         return "dtype"
     if weight is None:
         return None
     if weight.shape != hidden_states.shape[-1:] or weight.device != hidden_states.device:
         return "weight_shape_or_device"
-    return None if weight.dtype in rows.KERNEL_DTYPES else "dtype"
+    return None if weight.dtype in row_tiles.KERNEL_DTYPES else "dtype"
 
 
 def _forward(
     hidden_states: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, weight_in_fp32: bool
 ) -> torch.Tensor:
-    order = rows.order(hidden_states)
+    order = row_tiles.order(hidden_states)
     if order == ():
         normed = aiter_norms.rms_norm(hidden_states, weight, eps, offset, weight_in_fp32, reference)
         if normed is not None:
@@ -270,7 +271,7 @@ def _forward(
         reason = refusal(hidden_states, weight) or ("layout" if order is None else None)
         if reason is None and order is not None:
             x = hidden_states.permute(order) if order else hidden_states
-            return rows.restored(launch_rms_norm(x, weight, eps, offset, weight_in_fp32), order)
+            return row_tiles.restored(launch_rms_norm(x, weight, eps, offset, weight_in_fp32), order)
         backend.count_fallback("rms_norm", str(reason))
     return reference(hidden_states, weight, eps, offset, weight_in_fp32)
 
@@ -294,9 +295,9 @@ def launch_rms_norm(
         return out
     hidden_size = out.shape[-1]
     row_count = out.numel() // hidden_size
-    x, inner, outer_stride, inner_stride = rows.collapse(hidden_states)
+    x, inner, outer_stride, inner_stride = row_tiles.collapse(hidden_states)
     weight = None if weight is None else weight.contiguous()
-    block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
+    block_rows, block_cols, num_warps = row_tiles.tile(hidden_size, row_count)
     overlap = overlaps(out)
     with backend.device_guard(out):
         rms_norm_kernel.launch(

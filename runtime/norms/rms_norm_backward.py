@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import torch
 
-from ..core import backend, rows
-from ..core.launch import Kernel
+from ..core import backend
+from ..device import row_tiles
+from ..launching.launch import Kernel
 
 CASES = """
 def gradients(size, add=False, rows=PROMPT, **rounding):
@@ -92,9 +93,9 @@ if backend.triton_installed():
 
 def refusal(hidden_states: torch.Tensor) -> str | None:
     """Return why the kernel does not take rows of these, besides what the forward's kernel refuses; or None."""
-    if hidden_states.shape[-1] > rows.MAX_BLOCK_COLS:
+    if hidden_states.shape[-1] > row_tiles.MAX_BLOCK_COLS:
         return "wide"
-    return None if hidden_states.numel() and rows.order(hidden_states) == () else "layout"
+    return None if hidden_states.numel() and row_tiles.order(hidden_states) == () else "layout"
 
 
 def rms_norm_backward(
@@ -122,13 +123,13 @@ def rms_norm_backward(
     """
     hidden_size = hidden_states.shape[-1]
     row_count = hidden_states.numel() // hidden_size
-    x, inner, outer_stride, inner_stride = rows.collapse(hidden_states)
+    x, inner, outer_stride, inner_stride = row_tiles.collapse(hidden_states)
     gradient = gradient.contiguous()
     adds = after is not None  # it may be the very tensor that the norm's gradient is: that of `normed + summed`
     after = gradient if after is None else after.contiguous()
     out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-    block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
-    programs = rows.programs(out, -(-row_count // block_rows))
+    block_rows, block_cols, num_warps = row_tiles.tile(hidden_size, row_count)
+    programs = row_tiles.programs(out, -(-row_count // block_rows))
     for_weight = for_weight and weight is not None
     parts = torch.empty((programs if for_weight else 1, hidden_size), dtype=torch.float32, device=out.device)
     with backend.device_guard(out):

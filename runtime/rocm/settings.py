@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..core import tables
+from ..launching import card_tables
 
 INDUCTOR: dict[str, tuple[object, str]] = {
     "max_autotune": (False, "tries Triton products for minutes, which rocBLAS then beats"),
@@ -191,9 +191,9 @@ def _is_compiler(frame: Any) -> bool:
 def tunable_op(on: bool = True, *, tune: bool = False, record: bool = False, force: bool = False) -> Configuration:
     """Switch TunableOp, with which torch takes the fastest solution of rocBLAS and hipBLASLt for each product.
 
-    Its results are in `tunableop.csv` (`core/tables.py`), to whose name torch adds the card's number. With `tune` a
-    product that is not there yet is tuned when it is first called, which takes seconds: run the model once like that,
-    eagerly and with every shape, and never inside a capture.
+    Its results are in `tunableop.csv` (`launching/card_tables.py`), to whose name torch adds the card's number. With
+    `tune` a product that is not there yet is tuned when it is first called, which takes seconds: run the model once
+    like that, eagerly and with every shape, and never inside a capture.
 
     Args:
         on: whether products take the tuned solutions.
@@ -217,8 +217,8 @@ def tunable_op(on: bool = True, *, tune: bool = False, record: bool = False, for
     recorded = records and tunable.record_untuned_is_enabled()
     tune, record = on and tune and not record, on and record
     if on:
-        tables.folder().mkdir(parents=True, exist_ok=True)
-        tunable.set_filename(str(tables.folder() / tables.TUNABLE_OP), insert_device_ordinal=True)
+        card_tables.folder().mkdir(parents=True, exist_ok=True)
+        tunable.set_filename(str(card_tables.folder() / card_tables.TUNABLE_OP), insert_device_ordinal=True)
     tunable.enable(on)
     tunable.tuning_enable(tune)
     if records:

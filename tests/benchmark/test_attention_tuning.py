@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from hf_rewrite_runtime.core import tables
+from hf_rewrite_runtime.launching import card_tables
 from rewrite.benchmark.rungs import prepare
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.tuning import attention
-from rewrite.tuning.attention import Attention, plain_attention
+from rewrite.tuning import attention_tiles
+from rewrite.tuning.attention_tiles import Attention, plain_attention
 from rewrite.tuning.choices import Choice, choose, rows
-from rewrite.upstream.source import resolve
-from rewrite.verify.models import sides
+from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.subjects import find_subjects
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"
@@ -48,9 +48,9 @@ def test_the_fastest_backend_wins_beyond_the_noise(us: dict[str, float], name: s
 
 def test_what_other_chips_and_sizes_say_stays(tmp_path: Path) -> None:
     one, two = (Choice(f"bfloat16 {n}x8/8x64 8:8 full", 1, "own", {"own": 2.0}) for n in (1, 2))
-    attention.write(tmp_path, "b", [two])
-    path = attention.write(tmp_path, "a", [one])
-    attention.write(tmp_path, "b", [one])
+    attention_tiles.write(tmp_path, "b", [two])
+    path = attention_tiles.write(tmp_path, "a", [one])
+    attention_tiles.write(tmp_path, "b", [one])
     content = json.loads(path.read_text())
     assert list(content) == ["a", "b"]
     assert list(content["b"]) == [one.size, two.size]
@@ -62,7 +62,7 @@ def model_of(folder: Path, rule: str) -> Any:
     rules = [one for one in select() if one.name == rule]
     prepare(resolve(str(folder / "modeling_tiny.py")), rules, folder / "rungs")
     package = sorted((folder / "rungs").glob("rung_*"))[-1].rename(folder / f"attention_{rule}")
-    module = sides.load(sides.locate(package))
+    module = loaded_sides.load(loaded_sides.locate(package))
     main = find_subjects(module, module).main
     config = main.config_class(vocab_size=64)
     config._attn_implementation = "sdpa"
@@ -109,10 +109,10 @@ def test_the_attention_of_a_model(package: Attention) -> None:
 
 def test_the_package_takes_what_was_found(package: Attention, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = package.sizes((5,))
-    monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(card_tables.VARIABLE, str(tmp_path))
     choices = [Choice(str(size), 1, "math", {"own": 2.0, "math": 1.0}) for size in sizes]
-    attention.write(tables.folder(), "cpu", choices)
-    tables.forget()
+    attention_tiles.write(card_tables.folder(), "cpu", choices)
+    card_tables.forget()
     package.backends._counts.clear()
     ids = torch.full((1, 5), 4)
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_the_package_takes_what_was_found(package: Attention, tmp_path: Path, mo
     assert package.backends._counts["math"] == len(package.model.model.layers)
     explain = sys.modules[type(package.model).__module__.rpartition(".")[0]].explain
     assert "attention outside decode steps: 2 by math" in str(explain(package.model))
-    tables.forget()
+    card_tables.forget()
 
 
 def test_a_package_whose_attention_is_its_own(tmp_path: Path) -> None:
@@ -138,5 +138,5 @@ def test_the_yardstick_is_attention_by_its_definition(kind: str, package: Attent
     )
     found = plain_attention(query, key, value, mask, kind == "causal")
     torch.testing.assert_close(found, wanted.transpose(1, 2), rtol=1e-4, atol=1e-5)
-    assert attention.near(found, wanted.transpose(1, 2))
-    assert not attention.near(found * 1.1, wanted.transpose(1, 2))
+    assert attention_tiles.near(found, wanted.transpose(1, 2))
+    assert not attention_tiles.near(found * 1.1, wanted.transpose(1, 2))

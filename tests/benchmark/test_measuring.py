@@ -21,14 +21,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rewrite.benchmark import chart, contenders, ladder, pages, parity, run, tables
-from rewrite.benchmark.models import build, load, sharing
-from rewrite.benchmark.plan import Cell, Plan, cells, write_json
+from rewrite.benchmark import benchmark_run, benchmark_tables, chart, contenders, ladder, pages, token_parity
+from rewrite.benchmark.benchmark_models import build, load, sharing
+from rewrite.benchmark.benchmark_plan import Cell, Plan, cells, write_json
 from rewrite.benchmark.rungs import prepare
 from rewrite.errors import OriginalNotFound, VerificationError
 from rewrite.measure import limits, presets, timing
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.upstream.source import resolve
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"
 LLAMA = presets.config_for(LlamaConfig, "tiny")
@@ -63,7 +63,7 @@ def plan(prepared: Path) -> Plan:
 
 @pytest.fixture(scope="module")
 def record(plan: Plan) -> dict[str, Any]:
-    return run.measure(plan)
+    return benchmark_run.measure(plan)
 
 
 def model(config: Any = LLAMA, model_class: Any = LlamaForCausalLM) -> Any:
@@ -86,10 +86,10 @@ class Altered:
         return self.change(self.theirs.generate(prompt, new, mask))
 
 
-def judged(change: Callable[[torch.Tensor], torch.Tensor]) -> parity.Parity:
+def judged(change: Callable[[torch.Tensor], torch.Tensor]) -> token_parity.Parity:
     theirs = model()
-    truth = parity.truth(theirs, prompts(3), 16)
-    return parity.compare(theirs, truth, parity.generated(Altered(change, theirs), truth.prompts, 16, 2))
+    truth = token_parity.truth(theirs, prompts(3), 16)
+    return token_parity.compare(theirs, truth, token_parity.generated(Altered(change, theirs), truth.prompts, 16, 2))
 
 
 def test_equal_texts_pass() -> None:
@@ -118,13 +118,13 @@ def test_a_missing_token_fails() -> None:
 
 def test_a_token_that_ties_with_the_best_passes_and_many_more_than_the_original_takes_fail() -> None:
     theirs = model()
-    truth = replace(parity.truth(theirs, prompts(4), 32), noise=1e9)  # every difference is within the noise
+    truth = replace(token_parity.truth(theirs, prompts(4), 32), noise=1e9)  # every difference is within the noise
     assert truth.different == 0
     few, many = truth.tokens.clone(), truth.tokens.clone()
     few[0, -1] ^= 1
     many[:, -8:] ^= 1
-    assert parity.compare(theirs, truth, few).passed
-    found = parity.compare(theirs, truth, many)
+    assert token_parity.compare(theirs, truth, few).passed
+    found = token_parity.compare(theirs, truth, many)
     assert found.beyond == 0
     assert not found.passed
 
@@ -133,11 +133,11 @@ def test_padded_prompts_are_compared_with_unpadded_ones() -> None:
     theirs = model()
     ids, mask = prompts(3), torch.ones(3, 12, dtype=torch.long)
     mask[0, :5] = 0
-    truth = parity.truth(theirs, ids, 16, mask)
-    given = parity.generated(contenders.original(theirs, 16), ids, 16, 3, mask)
-    assert parity.compare(theirs, truth, given).passed
-    unmasked = parity.generated(contenders.original(theirs, 16), ids, 16, 3)
-    assert not parity.compare(theirs, truth, unmasked).passed
+    truth = token_parity.truth(theirs, ids, 16, mask)
+    given = token_parity.generated(contenders.original(theirs, 16), ids, 16, 3, mask)
+    assert token_parity.compare(theirs, truth, given).passed
+    unmasked = token_parity.generated(contenders.original(theirs, 16), ids, 16, 3)
+    assert not token_parity.compare(theirs, truth, unmasked).passed
 
 
 def test_shared_weights_are_the_same_memory() -> None:
@@ -183,11 +183,11 @@ def test_shapes_are_those_of_the_models_they_are_named_after() -> None:
 def test_a_ratio_is_claimed_only_without_1_in_its_interval_and_with_equal_tokens() -> None:
     wide, narrow = timing.ratio([1, 3, 1, 3], [2, 2, 2, 2]), timing.ratio([3.0, 3.1, 3.0], [1.0, 1.0, 1.1])
     assert wide["low"] < 1 < wide["high"]
-    assert run.claim(wide["low"], wide["high"], True, True) == "no difference shown"
-    assert run.claim(narrow["low"], narrow["high"], True, True) == "faster"
-    assert run.claim(narrow["low"], narrow["high"], False, True) == "not claimed: the tokens differ"
-    assert run.claim(0.5, 0.6, False, True) == "slower"
-    assert run.claim(2, 3, True, False) == "not claimed on a CPU"
+    assert benchmark_run.claim(wide["low"], wide["high"], True, True) == "no difference shown"
+    assert benchmark_run.claim(narrow["low"], narrow["high"], True, True) == "faster"
+    assert benchmark_run.claim(narrow["low"], narrow["high"], False, True) == "not claimed: the tokens differ"
+    assert benchmark_run.claim(0.5, 0.6, False, True) == "slower"
+    assert benchmark_run.claim(2, 3, True, False) == "not claimed on a CPU"
 
 
 def test_sides_take_turns_in_changing_order() -> None:
@@ -206,28 +206,28 @@ def test_a_measurement_is_complete(record: dict[str, Any]) -> None:
         assert cell["sides"]["original"]["ours"]["low"] > 0
         assert cell["sides"]["original"]["claim"] == "not claimed on a CPU"
     assert {"first_token_s", "second_token_s"} <= record["cold"]["ours"].keys()
-    assert tables.exit_code(record) == 0
+    assert benchmark_tables.exit_code(record) == 0
 
 
 def test_tables_fit_80_columns(record: dict[str, Any]) -> None:
-    assert max(map(len, tables.text(record).splitlines())) <= 80
+    assert max(map(len, benchmark_tables.text(record).splitlines())) <= 80
     assert "rewritten" in pages.decoding([record])
     slow = json.loads(json.dumps(record))
     for figures in slow["cells"][0]["sides"].values():
         figures["decode_ms"] *= 1e4
         if "ours" in figures:
             figures["ours"] = {name: value * 1e3 for name, value in figures["ours"].items()}
-    assert max(map(len, tables.text(slow).splitlines())) <= 80
+    assert max(map(len, benchmark_tables.text(slow).splitlines())) <= 80
 
 
 def test_wrong_tokens_are_no_success(record: dict[str, Any]) -> None:
     spoilt = json.loads(json.dumps(record))
     spoilt["cells"][1]["parity"]["passed"] = False
-    run.judge(spoilt["cells"][1], gpu=True)
-    assert tables.exit_code(spoilt) == 1
-    assert "DO NOT AGREE" in tables.text(spoilt)
-    assert tables.said(
-        {"ours": {"value": 2.0, "low": 1.9, "high": 2.1}, "claim": run.claim(1.9, 2.1, False, True)}
+    benchmark_run.judge(spoilt["cells"][1], gpu=True)
+    assert benchmark_tables.exit_code(spoilt) == 1
+    assert "DO NOT AGREE" in benchmark_tables.text(spoilt)
+    assert benchmark_tables.said(
+        {"ours": {"value": 2.0, "low": 1.9, "high": 2.1}, "claim": benchmark_run.claim(1.9, 2.1, False, True)}
     ) == ("tokens differ")
 
 
@@ -243,11 +243,13 @@ class Failing:
 def test_a_side_that_fails_takes_nothing_with_it(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders, "original", lambda model, new: Failing())
     kept: list[str] = []
-    found = run.measure(replace(plan, cold=False, prefill=()), lambda record: kept.append(json.dumps(record)))
+    found = benchmark_run.measure(
+        replace(plan, cold=False, prefill=()), lambda record: kept.append(json.dumps(record))
+    )
     for cell in found["cells"]:
         assert cell["sides"]["original"]["error"] == "RuntimeError: planted"
         assert cell["sides"]["ours"]["decode_ms"] > 0
-    assert "planted" in tables.text(found)
+    assert "planted" in benchmark_tables.text(found)
     assert len(kept) > 4
 
 

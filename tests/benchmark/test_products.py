@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 
-from hf_rewrite_runtime.core import tables
+from hf_rewrite_runtime.launching import card_tables
 from rewrite import cli
 from rewrite.benchmark.rungs import prepare
 from rewrite.errors import NothingMeasured, NothingToExport
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.tuning import products
+from rewrite.tuning import product_tiles
 from rewrite.tuning.choices import Choice, choose, rows
-from rewrite.tuning.export import SHAPES, TUNED, export, tables_of
-from rewrite.tuning.products import Products
-from rewrite.upstream.source import resolve
-from rewrite.verify.models import sides
+from rewrite.tuning.product_tiles import Products
+from rewrite.tuning.tuned_export import SHAPES, TUNED, export, tables_of
+from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.subjects import find_subjects
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"
@@ -53,9 +53,9 @@ def test_the_fastest_path_wins_beyond_the_noise(us: dict[str, float], path: str)
 
 def test_what_other_chips_and_sizes_say_stays(tmp_path: Path) -> None:
     one, two = (Choice(f"{n}x8x8 float16", 1, "vendor", {"vendor": 2.0}) for n in (1, 2))
-    products.write(tmp_path, "b", {}, [two])
-    path = products.write(tmp_path, "a", {"gfx": "gfx942", "cu_num": 304}, [one])
-    products.write(tmp_path, "b", {}, [one])
+    product_tiles.write(tmp_path, "b", {}, [two])
+    path = product_tiles.write(tmp_path, "a", {"gfx": "gfx942", "cu_num": 304}, [one])
+    product_tiles.write(tmp_path, "b", {}, [one])
     content = json.loads(path.read_text())
     assert list(content) == ["a", "b"]
     assert (content["a"]["gfx"], list(content["b"]["products"])) == ("gfx942", ["1x8x8 float16", "2x8x8 float16"])
@@ -66,7 +66,7 @@ def model_of(folder: Path, *asked: str) -> Any:
     (folder / "modeling_tiny.py").write_bytes(FIXTURE.read_bytes())
     prepare(resolve(str(folder / "modeling_tiny.py")), select(also=asked), folder / "rungs")
     package = sorted((folder / "rungs").glob("rung_*"))[-1]
-    module = sides.load(sides.locate(package))
+    module = loaded_sides.load(loaded_sides.locate(package))
     main_class = find_subjects(module, module).main
     return main_class.rewritten(main_class.config_class(vocab_size=64)).eval().requires_grad_(False)
 
@@ -141,7 +141,7 @@ def test_tables_for_aiter() -> None:
 
 
 def test_export_writes_both(tmp_path: Path) -> None:
-    (tmp_path / tables.GEMM).write_text(json.dumps(TABLE))
+    (tmp_path / card_tables.GEMM).write_text(json.dumps(TABLE))
     files = [tmp_path / "tuned.csv", tmp_path / "shapes.csv"]
     asked = ["--export", str(files[0]), "--export-shapes", str(files[1])]
     assert cli.run(["tune", str(tmp_path), "--ship", *asked]) == 0
@@ -153,6 +153,6 @@ def test_nothing_to_export(tmp_path: Path) -> None:
     with pytest.raises(NothingMeasured, match="--products"):
         export(tmp_path)
     nvidia = {"NVIDIA H100 80GB HBM3": content(("64x64x64 bfloat16", "vendor", 1.0))}
-    (tmp_path / tables.GEMM).write_text(json.dumps(nvidia))
+    (tmp_path / card_tables.GEMM).write_text(json.dumps(nvidia))
     with pytest.raises(NothingToExport):
         export(tmp_path)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rewrite.benchmark import ranks
+from rewrite.benchmark import rank_speed
 from rewrite.benchmark.rank_tables import ALL_SIDES, OURS, OURS_EP, OURS_TP, SIDES, exit_code, tables
 from rewrite.measure.processes import launch
 
@@ -25,7 +25,9 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     subprocess.run([*command, "--no-verify"], check=True, capture_output=True, env={**os.environ})
     given = ["--device", "cpu", "--dtype", "float32", "--shape", "tiny", "--context", "12", "--new-tokens", "12"]
     given += ["--parity-tokens", "6", "--rounds", "1", "--prompts", "16", "--agree", "4x6", "--json", str(out)]
-    launch("rewrite.benchmark.ranks", 2, [str(package), *given, "--sides", ",".join(ALL_SIDES)], "the measurement")
+    launch(
+        "rewrite.benchmark.rank_speed", 2, [str(package), *given, "--sides", ",".join(ALL_SIDES)], "the measurement"
+    )
     content: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return content
 
@@ -73,6 +75,6 @@ def test_the_exit_code() -> None:
 
 
 def test_sides_are_known() -> None:
-    assert ranks._sides("ours_tp,ours") == (OURS, OURS_TP)
+    assert rank_speed._sides("ours_tp,ours") == (OURS, OURS_TP)
     with pytest.raises(argparse.ArgumentTypeError, match="ours_pp"):
-        ranks._sides("ours,ours_pp")
+        rank_speed._sides("ours,ours_pp")

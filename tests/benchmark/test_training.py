@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rewrite.benchmark import contenders, training
+from rewrite.benchmark import contenders, training_speed
 
 RECORD: dict[str, Any] = {
     "cells": [
@@ -35,7 +35,7 @@ RECORD: dict[str, Any] = {
 
 
 def test_a_table_says_all() -> None:
-    (table,) = training.tables(RECORD)
+    (table,) = training_speed.tables(RECORD)
     assert table.title == "training step, 4 × 2048 tokens, AdamW"
     assert table.rows[0] == ("original, eager", "163", "32.00", "11.70000", "1.30× (1.20–1.40)")
     assert table.notes == (
@@ -58,28 +58,30 @@ def _failed(record: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("change", [_slower, _differs, _failed])
 def test_exit_code(change: Any) -> None:
-    assert training.exit_code(RECORD) == 0
+    assert training_speed.exit_code(RECORD) == 0
     record = copy.deepcopy(RECORD)
     change(record)
-    assert training.exit_code(record) == 1
+    assert training_speed.exit_code(record) == 1
 
 
 def test_sides_that_do_not_fit_together_are_said() -> None:
     record = copy.deepcopy(RECORD)
     record["cells"][0]["together"] = False
-    (table,) = training.tables(record)
+    (table,) = training_speed.tables(record)
     assert "one side after the other" in table.notes[1]
 
 
 def test_what_is_known_so_far_is_said() -> None:
     figures = {"first_seconds": 12.34, "peak_bytes": 3 * 2**29}
-    assert training._so_far(figures, None) == "12.3 s for its first steps, 1.50 GiB"
-    assert training._so_far({"first_seconds": 1.0}, [5.0, 4.0, 9.0]) == "1.0 s for its first steps, 5.0 ms a step"
+    assert training_speed._so_far(figures, None) == "12.3 s for its first steps, 1.50 GiB"
+    assert (
+        training_speed._so_far({"first_seconds": 1.0}, [5.0, 4.0, 9.0]) == "1.0 s for its first steps, 5.0 ms a step"
+    )
 
 
 def test_distances_are_of_the_gradients_that_are_there() -> None:
     exact = {"w": torch.ones(4), "v": torch.ones(2)}
-    assert training.distances(exact, {"w": torch.full((4,), 1.5, dtype=torch.bfloat16)}) == {"w": 1.0}
+    assert training_speed.distances(exact, {"w": torch.full((4,), 1.5, dtype=torch.bfloat16)}) == {"w": 1.0}
 
 
 class _Tuned:

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from hf_rewrite_runtime.attention.decode_attention import Split, choose
-from hf_rewrite_runtime.core import launch, tables, tiles
+from hf_rewrite_runtime.launching import card_tables, launch, tiles
 from rewrite.benchmark.rungs import prepare
 from rewrite.errors import NeedsGpu, NotAPackage
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.tuning import Plan, candidates, results, run, tune
+from rewrite.tuning import Plan, candidates, results, tune, tuning_run
 from rewrite.tuning.candidates import Entry
 from rewrite.tuning.search import Change, search
-from rewrite.upstream.source import resolve
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"
 LINEAR, GATED, ATTENTION = "linear 2048x2048x2", "gated 8192x2048x2", "attention 1x8x4x64 1024"
@@ -149,7 +149,7 @@ def test_attention_is_divided_around_the_rule() -> None:
 
 
 def test_rounds_hold_every_candidate() -> None:
-    tables = run.rounds(Fake({}))
+    tables = tuning_run.rounds(Fake({}))
     for name, entry in START.items():
         assert {table[name] for table in tables if name in table} == set(candidates.candidates(name, entry))
 
@@ -157,7 +157,7 @@ def test_rounds_hold_every_candidate() -> None:
 @pytest.fixture
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of tables, on a machine that has a chip named `chip`."""
-    monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(card_tables.VARIABLE, str(tmp_path))
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
@@ -167,9 +167,9 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tiles, "MEASURED", {"chip": {LINEAR: (1, 512, 2), GATED: (1, 512, 2)}})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    tables.forget()
+    card_tables.forget()
     yield tmp_path
-    tables.forget()
+    card_tables.forget()
 
 
 def changed(name: str, after: Entry) -> Change:
@@ -180,7 +180,7 @@ def test_what_is_written_is_what_runs(tuned: Path) -> None:
     assert tiles.tile("linear", 2048, 2048, 2, 0) == (1, 512, 2)
     results.write(tuned, "chip", [changed(LINEAR, (4, 2048, 8)), changed(ATTENTION, (4, 8, 32, True, 2))])
     assert tiles.tile("linear", 2048, 2048, 2, 0) == (1, 512, 2)  # the file was read before
-    tables.forget()
+    card_tables.forget()
     assert tiles.tile("linear", 2048, 2048, 2, 0) == (4, 2048, 8)
     assert tiles.tile("gated", 8192, 2048, 2, 0) == (1, 512, 2)
     assert tiles.tile("linear", 2048, 2048, 4, 0) == tiles.rule("linear", 2048, 2048, 4)
@@ -195,7 +195,7 @@ def test_what_is_written_is_what_runs(tuned: Path) -> None:
 def test_a_split_of_another_version_is_left(tuned: Path) -> None:
     rule = choose(1, 32, 8, 768, 64)
     results.write(tuned, "chip", [changed(ATTENTION, (4, 8))])
-    tables.forget()
+    card_tables.forget()
     assert choose(1, 32, 8, 768, 64) == rule
 
 
@@ -207,7 +207,7 @@ def test_files_are_merged(tuned: Path) -> None:
         "chip": {GATED: None, LINEAR: [2, 512, 2]},
         "other": {LINEAR: [8, 512, 8]},
     }
-    tables.forget()
+    card_tables.forget()
     assert tiles.tile("gated", 8192, 2048, 2, 0) is None
 
 
@@ -255,7 +255,7 @@ def test_on_a_gpu(batch: int, tmp_path: Path) -> None:
     prepare(resolve(str(tmp_path / "modeling_tiny.py")), select(), tmp_path / "rungs")
     package = sorted((tmp_path / "rungs").glob("rung_*"))[-1]
     outcome = tune(Plan(package, shape="tiny", batches=(batch,), context=32, seconds=120.0, ship=True))
-    assert outcome.path == package / tables.TUNED
+    assert outcome.path == package / card_tables.TUNED
     written = json.loads(outcome.path.read_text())[outcome.chip]
     kinds = {name.split()[0] for name in written}
     assert {"attention", "linear" if batch == 1 else "skinny_linear"} <= kinds

@@ -77,7 +77,7 @@ def _call(side: Side) -> Said:
     if side.runtime:
         said.reasons = sorted(f"{where}: {why}" for where, why in side.part("core/backend").fallbacks())
         said.replays = dict(COUNTS)
-        said.reasons += [f"forward: {why}" for why in side.part("forward/store").store_of(side.model).reasons]
+        said.reasons += [f"forward: {why}" for why in side.part("forward/forward_cache").store_of(side.model).reasons]
     return said
 
 

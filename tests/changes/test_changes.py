@@ -63,7 +63,7 @@ def test_a_weight_that_is_replaced_unseen_is_caught(monkeypatch: pytest.MonkeyPa
     """The planted bug: whether a model changed is not asked."""
     assert not row("parameter, replaced: model.norm").wrong
     package_of("llama")
-    store = side("llama", True, DEVICE).part("decode/graph_store").GraphStore
+    store = side("llama", True, DEVICE).part("decode/graph_cache").GraphStore
     real = store._forget_if_changed
 
     def once(self, model):  # type: ignore[no-untyped-def]

@@ -66,11 +66,11 @@ def _storage(tensor: Tensor) -> int:
 
 def watch(side: Side) -> None:
     """Count replays of a package, from now on; where nothing is captured, they are told again."""
-    if not side.runtime or side.part("decode/graph").Program.__dict__.get("told"):
+    if not side.runtime or side.part("decode/step_graph").Program.__dict__.get("told"):
         return
-    program, graph = side.part("decode/graph").Program, side.part("forward/graph").ForwardGraph
+    program, graph = side.part("decode/step_graph").Program, side.part("forward/forward_graph").ForwardGraph
     program.told = True
-    side.part("forward/switch").set_forward_graphs("always")
+    side.part("forward/forward_settings").set_forward_graphs("always")
     program.replay = _counted("steps", _told(program.replay, side))
     graph._again = _told(graph._again, side)
     graph.launch = _counted("forwards", graph.launch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rewrite.deliver import verdict_file
+from rewrite.delivery import verdict_file
 from rewrite.package.assemble import VERDICT_NAME
 from rewrite.package.lock import read_lock
 from rewrite.verify.judging.verdict import Check, Gate, Identity, Options, Verdict

@@ -220,7 +220,7 @@ def test_a_bug_of_ours_is_one_line_and_a_log(
     def broken(*arguments: Any) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("rewrite.engine.build.tried", broken)
+    monkeypatch.setattr("rewrite.codemod.build.tried", broken)
     monkeypatch.setattr("tempfile.tempdir", str(here))
     done = rewrite("modeling_tiny.py", "--out", "o", "--no-verify")
     fails(done, 3, "bug of ours (ZeroDivisionError: planted)")

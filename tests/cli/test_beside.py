@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rewrite.deliver import beside
-from rewrite.deliver.verification import Request
+from rewrite.delivery import worker
+from rewrite.delivery.verification import Request
 from rewrite.errors import VerificationError
 
 pytestmark = pytest.mark.skipif(
@@ -31,14 +31,14 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         progress("half way")
         return original, rewritten, request, os.getpid()
 
-    monkeypatch.setattr("rewrite.deliver.verification.judge", judge)
+    monkeypatch.setattr("rewrite.delivery.verification.judge", judge)
     monkeypatch.setattr("rewrite.verify.preload.MODULES", ("json",))
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     return fails
 
 
 def ask(said: list[str]) -> tuple[Any, ...]:
-    with beside.judge(True) as judge:
+    with worker.judge(True) as judge:
         assert judge is not None
         first: Any = judge(Path("a"), "b", REQUEST, said.append)
         second: Any = judge(Path("a"), "b", REQUEST, said.append)
@@ -67,10 +67,10 @@ def test_where_it_has_none_this_process_judges(judged: dict[str, Any], fails: An
 
 
 def test_there_is_none_where_nothing_is_gained(judged: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    with beside.judge(False) as judge:
+    with worker.judge(False) as judge:
         assert judge is None
     monkeypatch.setitem(sys.modules, "torch", object())
-    with beside.judge(True) as judge:
+    with worker.judge(True) as judge:
         assert judge is None
 
 
@@ -78,7 +78,7 @@ def test_it_ends_with_a_command_that_fails(judged: dict[str, Any]) -> None:
     found: list[Any] = []
 
     def failing() -> None:
-        with beside.judge(True) as judge:
+        with worker.judge(True) as judge:
             assert judge is not None
             found.append(judge("a", "b", REQUEST, lambda message: None))
             raise KeyError

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from rewrite.deliver import bisection, verification
-from rewrite.deliver.bisection import MOST_FOUND, MOST_SECONDS, Bisection, bisect
-from rewrite.deliver.verification import Request
+from rewrite.delivery import bisection, verification
+from rewrite.delivery.bisection import MOST_FOUND, MOST_SECONDS, Bisection, bisect
+from rewrite.delivery.verification import Request
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.upstream.source import resolve
-from rewrite.verify import causes, render
+from rewrite.verify import failure_groups, render
 from rewrite.verify.judging.verdict import Check, Gate, Identity, Options, Verdict
 
 TINY = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"
@@ -22,8 +22,8 @@ CHECK = "fp64 sdpa, base: prefill, one token"
 WRONG = '''
 import libcst as cst
 
-from rewrite.analysis.syntax.module import walk
-from rewrite.analysis.syntax.nodes import expression
+from rewrite.analysis.tree.module import walk
+from rewrite.analysis.tree.nodes import expression
 from rewrite.transform import Candidate, Edit, Found, Numerics, Transform
 
 
@@ -144,7 +144,7 @@ def test_failures_of_one_kind_are_one_of_them_and_a_count() -> None:
     ]
     odd = Check("fp64 eager, base: odd", "failed", "TypeError: forward() got 3 (model.py:7 in forward)")
     verdict = failed(*checks, odd)
-    found = causes.of_verdict(verdict)
+    found = failure_groups.of_verdict(verdict)
     assert [(cause.kind, len(cause.checks)) for cause in found] == [
         ("relative error", 8),
         ("TypeError: forward() got", 1),

@@ -98,7 +98,7 @@ def test_a_closed_pipe_is_no_error() -> None:
 def test_a_polite_kill_leaves_nothing_behind(here: Path) -> None:
     code = (
         "import os, signal\n"
-        "from rewrite import cli\nfrom rewrite.deliver import precheck as gate\n"
+        "from rewrite import cli\nfrom rewrite.delivery import precheck as gate\n"
         "gate.check_text = lambda *a: os.kill(os.getpid(), signal.SIGTERM)\n"
         "cli.main(['modeling_tiny.py', '--no-verify', '--only', 'fuse_qkv', '--out', 'out'])\n"
     )

@@ -14,7 +14,7 @@ import torch
 from command_line import CommandLine
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-from hf_rewrite_runtime.core import launch, shipped, tables
+from hf_rewrite_runtime.launching import card_tables, launch, precompiled
 from rewrite.errors import KernelsNotCompiled
 from rewrite.kernels import ahead
 from rewrite.kernels.package_work import shortened
@@ -30,7 +30,7 @@ from rewrite.benchmark import models
 from rewrite.kernels import package_work
 from rewrite.kernels.cards import CARDS
 from rewrite.kernels.chips import CHIPS
-from rewrite.kernels.work import Driver
+from rewrite.kernels.compile_work import Driver
 from rewrite.measure.presets import config_for
 from rewrite.measure.runtime_part import runtime_part
 
@@ -38,7 +38,7 @@ folder, cache, rows = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 triton.runtime.driver.set_active(Driver(CHIPS["sm_90"]))
 subject = models.load(folder)
 name = sys.modules[subject.rewritten.__module__].__package__
-launch, shipped = runtime_part(name, "core/launch"), runtime_part(name, "core/shipped")
+launch, shipped = runtime_part(name, "launching/launch"), runtime_part(name, "launching/precompiled")
 launch._pretended = launch.Target("cuda", "sm_90", 132, CHIPS["sm_90"].shared_of_group)
 package_work._take_tables(name, CARDS["H100"].device)
 shipped.copy(folder / "kernels" / shipped.name_for("sm_90", triton.__version__), cache)
@@ -177,7 +177,7 @@ def test_layers_of_every_kind_are_kept() -> None:
 
 def kernels_in(folder: Path, version: str = "9.9.9") -> Path:
     """Write a kernel as Triton would, in the folder of a package."""
-    kernel = folder / shipped.name_for("sm_90", version) / "KEY"
+    kernel = folder / precompiled.name_for("sm_90", version) / "KEY"
     kernel.mkdir(parents=True)
     (kernel / "k.cubin").write_bytes(b"code")
     (kernel / "__grp__k.json").write_text(json.dumps({"child_paths": {"k.cubin": "k.cubin"}}))
@@ -187,12 +187,12 @@ def kernels_in(folder: Path, version: str = "9.9.9") -> Path:
 def test_kernels_go_to_the_cache_once(tmp_path: Path) -> None:
     source, cache = kernels_in(tmp_path / "kernels"), tmp_path / "cache"
     (cache / "KEY").mkdir(parents=True)  # as Triton leaves it behind where it has looked in vain
-    assert shipped.copy(source, cache) == 1
+    assert precompiled.copy(source, cache) == 1
     group = json.loads((cache / "KEY" / "__grp__k.json").read_text())
     assert Path(group["child_paths"]["k.cubin"]).read_bytes() == b"code"
     assert Path(group["child_paths"]["k.cubin"]).parent == cache / "KEY"
     assert sorted(path.name for path in (cache / "KEY").iterdir()) == ["__grp__k.json", "k.cubin"]
-    assert shipped.copy(source, cache) == 0
+    assert precompiled.copy(source, cache) == 0
 
 
 @needs_triton
@@ -203,8 +203,8 @@ def test_what_became_of_them_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
     def told(arch: str) -> str:
-        tables.forget()
-        return shipped.use(arch)
+        card_tables.forget()
+        return precompiled.use(arch)
 
     assert told("sm_90") == ""
     old = kernels_in(tmp_path / "kernels", "3.0.0")
@@ -216,10 +216,10 @@ def test_what_became_of_them_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
     assert "not used: [Errno" in told("sm_90")
-    tables.forget()
+    card_tables.forget()
 
 
 def test_a_launch_without_a_gpu_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipped, "use", lambda arch: pytest.fail("there is no chip"))
+    monkeypatch.setattr(precompiled, "use", lambda arch: pytest.fail("there is no chip"))
     launch._use_shipped(torch.ones(1))
     assert launch.describe(torch.nn.Linear(1, 1)) == []

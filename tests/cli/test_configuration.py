@@ -41,7 +41,7 @@ def test_a_typed_option_of_the_verification_turns_it_on(
     here: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configure(here, "[tool.rewrite]\nverify = false\n")
-    monkeypatch.setattr("rewrite.deliver.precheck.missing_libraries", lambda: ["torch"])
+    monkeypatch.setattr("rewrite.delivery.precheck.missing_libraries", lambda: ["torch"])
     done = rewrite("modeling_tiny.py", "--out", "out", "--quick", "--only", "fuse_qkv")
     assert (done.code, "torch is not installed" in done.err) == (2, True)
 

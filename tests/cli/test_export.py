@@ -15,10 +15,10 @@ import pytest
 from command_line import CommandLine
 
 from rewrite.offers import VENDORED
-from rewrite.package import vendor
+from rewrite.package import vendored_files
 from rewrite.package.flat import NotFlat, flat_files, flat_name
-from rewrite.upstream.auto_classes import auto_classes
-from rewrite.upstream.installed import find_transformers
+from rewrite.source.auto_classes import auto_classes
+from rewrite.source.installed import find_transformers
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -108,9 +108,9 @@ def test_transformers_finds_every_file_in_the_modeling_file(package: Path, here:
 
 
 def test_the_whole_runtime_has_a_flat_form() -> None:
-    names = [name for name in vendor.names() if "__init__" not in name]
+    names = [name for name in vendored_files.names() if "__init__" not in name]
     modeling = "\n".join(f"from .{VENDORED}.{name.replace('/', '.')} import __doc__" for name in names)
-    files = {path: data.decode("utf-8") for path, data in vendor.files([modeling]).items()}
+    files = {path: data.decode("utf-8") for path, data in vendored_files.files([modeling]).items()}
     flat = flat_files({"modeling_all.py": modeling, **files}, "modeling_all.py")
     assert {flat_name(f"{VENDORED}/{name}.py") for name in names} <= set(flat)
     for text in flat.values():

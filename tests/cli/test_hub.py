@@ -11,8 +11,8 @@ from command_line import CommandLine
 
 from rewrite.errors import CodeNotTrusted, MissingLibrary, NeighbourMissing, NotOnTheHub
 from rewrite.package.lock import read_lock
-from rewrite.upstream import hub
-from rewrite.upstream.source import resolve
+from rewrite.source import hub_model
+from rewrite.source.resolve import resolve
 
 constants = pytest.importorskip("huggingface_hub.constants")
 REMOTE = Path(__file__).parents[2] / "fixtures" / "remote"
@@ -101,14 +101,14 @@ def test_what_cannot_be_had_is_said_in_one_line(
     cache("org/cedar", OWN, "modeling_cedar.py")
     with pytest.raises(NotOnTheHub, match=r"configuration_cedar\.py is not in its cache"):
         resolve("org/cedar", trust_remote_code=True)
-    there = hub.file
+    there = hub_model.file
 
     def lacking(name: str, path: str, revision: str | None) -> Path:
         if path.startswith("configuration"):
             raise NotOnTheHub(name, f"it has no {path}", missing=path)
         return there(name, path, revision)
 
-    monkeypatch.setattr(hub, "file", lacking)
+    monkeypatch.setattr(hub_model, "file", lacking)
     with pytest.raises(NeighbourMissing, match=r"org/cedar/modeling_cedar\.py says .* no configuration_cedar\.py"):
         resolve("org/cedar", trust_remote_code=True)
     monkeypatch.undo()
@@ -129,4 +129,4 @@ def test_what_cannot_be_had_is_said_in_one_line(
     ],
 )
 def test_names_of_the_hub(word: str, is_one: bool) -> None:
-    assert hub.is_name(word) == is_one
+    assert hub_model.is_name(word) == is_one

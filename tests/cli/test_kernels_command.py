@@ -8,9 +8,9 @@ import json
 import pytest
 from command_line import CommandLine
 
-from rewrite.kernels import run
+from rewrite.kernels import kernel_run
 from rewrite.kernels.assembly import Figures
-from rewrite.kernels.row import Row
+from rewrite.kernels.kernel_row import Row
 
 FINE = Figures(40, 0, 30, 0, 0, 900, {128: 4, 64: 1}, {}, False, False)
 
@@ -23,7 +23,7 @@ def row(**changes: object) -> Row:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     """What the compilers are made to say."""
     rows = [row(occupancy=8, compiler="triton 3.6.0")]
-    monkeypatch.setattr(run, "compile_all", lambda archs, names, **options: rows)
+    monkeypatch.setattr(kernel_run, "compile_all", lambda archs, names, **options: rows)
     return rows
 
 

@@ -184,7 +184,7 @@ def test_a_full_disk_leaves_the_old_folder(
     assert hidden(package.parent) == []
 
 
-@pytest.mark.parametrize("place", ["rewrite.engine.build.tried", "rewrite.deliver.precheck.check_text"])
+@pytest.mark.parametrize("place", ["rewrite.codemod.build.tried", "rewrite.delivery.precheck.check_text"])
 def test_an_interruption_leaves_the_old_folder(
     package: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

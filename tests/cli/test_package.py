@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from rewrite.package import vendor
+from rewrite.package import vendored_files
 from rewrite.package.assemble import public_names
 from rewrite.package.lock import read_lock, sha256
 
@@ -123,7 +123,7 @@ def test_the_runtime_beside_a_package(here: Path, package: Path, rewrite: Comman
 
 def test_the_installed_runtime_is_another(here: Path, package: Path, rewrite: CommandLine) -> None:
     lock = json.loads((package / "rewrite.lock").read_text())
-    assert lock["runtime"] == dict(zip(("version", "sha256"), vendor.runtime(), strict=True))
+    assert lock["runtime"] == dict(zip(("version", "sha256"), vendored_files.runtime(), strict=True))
     text = (package / "rewrite.lock").read_text().replace('"version": "0.1.0"\n  }', '"version": "0.0.9"\n  }')
     (package / "rewrite.lock").write_text(text.replace(lock["runtime"]["sha256"], "0" * 64))
     assert "made with hf-rewrite-runtime" in rewrite("check", package).out

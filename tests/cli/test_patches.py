@@ -9,8 +9,8 @@ import pytest
 from command_line import CommandLine
 from rich.console import Console
 
-from rewrite.show import diff
-from rewrite.show.console import Screen, folded
+from rewrite.console import differences
+from rewrite.console.console import Screen, folded
 
 BEFORE = "".join(f"line {number}\n" for number in range(30))
 CASES = {
@@ -37,12 +37,12 @@ def test_git_applies_the_patch(tmp_path: Path, case: str, name: str) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(before.encode())
-    apply(tmp_path, diff.unified(before, after, name))
+    apply(tmp_path, differences.unified(before, after, name))
     assert path.read_bytes() == after.encode()
 
 
 def test_equal_texts_have_no_patch() -> None:
-    assert diff.unified(BEFORE, BEFORE, "x.py") == ""
+    assert differences.unified(BEFORE, BEFORE, "x.py") == ""
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
@@ -89,9 +89,9 @@ def test_own_edits_are_shown_apart(package: Path, rewrite: CommandLine) -> None:
 def test_statistics_are_by_class_and_function() -> None:
     before = "import a\n\nclass A:\n    x = 1\n\n    @deco\n    def f(self):\n        return 1\n\ndef g():\n    pass\n"
     after = before.replace("return 1", "return 2").replace("import a", "import b").replace("    @deco\n", "")
-    assert diff.statistics(before, after) == [
-        diff.Change("(top of the file)", 1, 1),
-        diff.Change("A.f", 1, 2),
+    assert differences.statistics(before, after) == [
+        differences.Change("(top of the file)", 1, 1),
+        differences.Change("A.f", 1, 2),
     ]
 
 

@@ -11,7 +11,7 @@ from command_line import CommandLine
 
 from rewrite.errors import UsageError
 from rewrite.package.lock import read_lock
-from rewrite.upstream import neighbours
+from rewrite.source import neighbours
 
 REMOTE = Path(__file__).parents[2] / "fixtures" / "remote"
 

@@ -13,10 +13,10 @@ from command_line import CommandLine
 from rich.console import Console
 
 from rewrite.cli import COMMANDS, cli
-from rewrite.commands.options import Command
-from rewrite.deliver import report, summary
-from rewrite.show.progress import Work, duration, in_pipe
-from rewrite.show.step import Step
+from rewrite.console.progress import Work, duration, in_pipe
+from rewrite.console.progress_steps import Step
+from rewrite.delivery import json_report, summary
+from rewrite.options.shared_options import Command
 
 WIDTH = 80
 SCRIPT_ONLY = {"completion"}
@@ -183,7 +183,7 @@ def test_a_verdict_has_a_line_for_each_check() -> None:
         "missed": ["a"] * 99,
         "none": [],
     }
-    text = report.by_the_line(data)
+    text = json_report.by_the_line(data)
     assert json.loads(text) == data
     lines = text.splitlines()
     assert '        {"detail": "", "figures": {"max": 0.0}, "name": "é", "status": "passed"},' in lines

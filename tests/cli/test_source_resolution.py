@@ -17,8 +17,8 @@ from rewrite.errors import (
     SourceNotReadable,
     UnknownModel,
 )
-from rewrite.upstream.installed import copy_at, find_transformers
-from rewrite.upstream.source import resolve, weights_fit
+from rewrite.source.installed import copy_at, find_transformers
+from rewrite.source.resolve import resolve, weights_fit
 
 NEW_AUTO = {
     "auto_mappings.py": """
@@ -305,7 +305,7 @@ def test_other_encodings_are_refused(here: Path, data: bytes, message: str) -> N
 
 
 def test_without_transformers_a_file_still_resolves(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rewrite.upstream.source.find_transformers", lambda: None)
+    monkeypatch.setattr("rewrite.source.resolve.find_transformers", lambda: None)
     assert resolve("modeling_tiny.py").transformers_version is None
     with pytest.raises(MissingLibrary, match="--transformers VERSION"):
         resolve("llama")

@@ -8,12 +8,12 @@ import pytest
 from command_line import CommandLine
 from rich.console import Console
 
-from rewrite.deliver import summary
-from rewrite.deliver.headline import headline
-from rewrite.engine.build import build
-from rewrite.show.console import Screen
+from rewrite.codemod.build import build
+from rewrite.console.console import Screen
+from rewrite.delivery import summary
+from rewrite.delivery.main_class import headline
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.upstream.source import resolve
 
 WIDTH = 80
 

@@ -10,7 +10,7 @@ import pytest
 from command_line import CommandLine
 from kept_verdicts import keep, verdict
 
-from rewrite.deliver import verdict_file
+from rewrite.delivery import verdict_file
 from rewrite.package.lock import read_lock
 from rewrite.verify import Check, Gate, Verdict, worst
 
@@ -28,7 +28,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         progress("half way")
         return verdict(*([] if asked[0] else [FAILED]), quick=request.quick)
 
-    monkeypatch.setattr("rewrite.deliver.verification.judge", judge)
+    monkeypatch.setattr("rewrite.delivery.verification.judge", judge)
     return asked
 
 

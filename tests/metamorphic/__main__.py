@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rewrite.sweep.plan import files, library
+from rewrite.sweep.sweep_plan import files, library
 
 from .matrix import Task, run, turned
 from .rewritings import all_rewritings

@@ -8,8 +8,8 @@ from functools import cached_property
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
-from rewrite.analysis.syntax.nodes import calls_in
+from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.tree.nodes import calls_in
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rewrite.upstream.source import Source, resolve
+from rewrite.source.resolve import Source, resolve
 from rewrite.verify.judging.tolerances import bound
 from rewrite.verify.models.configs import Variant, small_variants
 from rewrite.verify.models.model_inputs import make, tensors

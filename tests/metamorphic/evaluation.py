@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import Module, self_attribute, walk
-from rewrite.analysis.syntax.nodes import calls_in
+from rewrite.analysis.tree.module import Module, self_attribute, walk
+from rewrite.analysis.tree.nodes import calls_in
 
 from .tensors import METHODS, Tensors
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rewrite.upstream.source import resolve
+from rewrite.source.resolve import resolve
 
 from .rewriting import respell
 from .rewritings import all_rewritings

@@ -10,7 +10,7 @@ from typing import ClassVar, Generic, TypeVar
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import Module
+from rewrite.analysis.tree.module import Module
 
 from .tensors import Tensors
 

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from rewrite.engine.passes import rewrite_text
-from rewrite.engine.relocate import relocate
+from rewrite.codemod.passes import rewrite_text
+from rewrite.codemod.relocate import relocate
+from rewrite.source.resolve import Source
 from rewrite.transform import Rewritten
 from rewrite.transforms import select
-from rewrite.upstream.source import Source
 
 REWRITTEN = "rewritten"
 LOST = "lost"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
-from rewrite.analysis.syntax.nodes import bound_names, parameters
+from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.tree.nodes import bound_names, parameters
 
 _ANNOTATIONS = ("torch.Tensor", "torch.FloatTensor", "torch.LongTensor", "torch.BoolTensor", "torch.IntTensor")
 _LAYERS = frozenset(

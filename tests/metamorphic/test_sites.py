@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rewrite.sweep.plan import files, library
+from rewrite.sweep.sweep_plan import files, library
 
 from .matrix import Row, Task, rows_of
 from .rewriting import respell

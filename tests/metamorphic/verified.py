@@ -18,11 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from rewrite.benchmark.rungs import write
-from rewrite.engine.build import build
+from rewrite.codemod.build import build
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
+from rewrite.source.resolve import Source, resolve
 from rewrite.transforms import select
-from rewrite.upstream.source import Source, resolve
 from rewrite.verify import Options as Checks
 from rewrite.verify import verify
 

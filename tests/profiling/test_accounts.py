@@ -8,9 +8,9 @@ import pytest
 
 from rewrite.profile import accounts
 from rewrite.profile.measure import _shortened
+from rewrite.profile.operator_work import amount_of
 from rewrite.profile.origins import Matcher, Origin
 from rewrite.profile.trace import Activity, Enclosing, Launch, Mark, Operator
-from rewrite.profile.work import amount_of
 
 
 def activity(name: str, start: float, end: float, launched: tuple[float, float] | None = None) -> Activity:

@@ -8,11 +8,11 @@ import planted_model
 import pytest
 import torch
 
-from rewrite.profile.finding import Finding
-from rewrite.profile.looking import called_often
-from rewrite.profile.needless import findings
-from rewrite.profile.repeated import repeated
-from rewrite.profile.watch import Watcher, _digest
+from rewrite.redundant.finding import Finding
+from rewrite.redundant.redundancy_search import called_often
+from rewrite.redundant.redundant_ops import findings
+from rewrite.redundant.repeated import repeated
+from rewrite.redundant.watch import Watcher, _digest
 
 FILE = Path(planted_model.__file__)
 PLANTED = {

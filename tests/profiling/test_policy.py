@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from rewrite.benchmark.models import lock_of
+from rewrite.benchmark.benchmark_models import lock_of
 from rewrite.commands.bench import _package
-from rewrite.profile import looking, subject
+from rewrite.console.console import Screen
+from rewrite.profile import subject
 from rewrite.profile.parts import part_of
 from rewrite.profile.subject import Models, Plan
-from rewrite.show.console import Screen
+from rewrite.redundant import redundancy_search
 from rewrite.verify.generation.latency import latency_checks
 from rewrite.verify.judging.compare import near_exact
 from rewrite.verify.models import model_inputs
 from rewrite.verify.models.configs import small_variants
-from rewrite.verify.models.workbench import Options, Workbench
+from rewrite.verify.models.model_pair import Options, Workbench
 
 FILE = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_policy.py"
 KIND = ("input_ids", "pixel_values", "state", "noise")
@@ -53,7 +54,7 @@ def test_the_loop_has_a_number_of_turns_that_is_known(plan: Plan) -> None:
 
 
 def test_the_prefix_repeats_where_image_and_text_stay(plan: Plan) -> None:
-    found = looking.look(plan)["findings"]
+    found = redundancy_search.look(plan)["findings"]
     (prefix,) = [each for each in found if each["kind"] == "repeated"]
     assert "if input_ids and pixel_values stay the same" in prefix["text"]
     assert "noise and state" in prefix["proof"]

@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from rewrite.benchmark.models import lock_of
-from rewrite.benchmark.plan import plain
+from rewrite.benchmark.benchmark_models import lock_of
+from rewrite.benchmark.benchmark_plan import plain
 from rewrite.commands.bench import _package
+from rewrite.console.console import Screen
 from rewrite.measure import categories
-from rewrite.profile import advice, looking, measure, tables
-from rewrite.profile import calls as kinds
-from rewrite.profile.own import held_by
+from rewrite.profile import advice, measure, profile_tables
+from rewrite.profile import profiled_calls as kinds
+from rewrite.profile.kernel_work import held_by
 from rewrite.profile.parts import part_of
 from rewrite.profile.places import Places
-from rewrite.profile.record import fully as record_fully
+from rewrite.profile.recording import fully as record_fully
 from rewrite.profile.subject import NotProfiled, Plan, calls, load
-from rewrite.show.console import Screen
+from rewrite.redundant import redundancy_search
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "fixtures" / "models" / "modeling_tiny_llama.py"
@@ -44,7 +45,7 @@ def record(plan: Plan) -> dict[str, Any]:
         patch.setitem(kinds.STEPS, "cpu", 4)
         patch.setattr(measure, "RECORDINGS", 1)
         made = measure.profile(plan)
-    made["needless"] = looking.look(plan)
+    made["needless"] = redundancy_search.look(plan)
     made["advice"] = advice.derive(made, lock_of(plan.package))
     return made
 
@@ -58,7 +59,7 @@ def test_the_parts_of_a_step(record: dict[str, Any], name: str) -> None:
     for by in ("lines", "modules"):
         assert sum(group["us"] for group in side[by]) == pytest.approx(sum(row["us"] for row in side["rows"]))
     assert side["categories"].keys() >= {categories.GEMM, categories.ATTENTION, categories.ELEMENTWISE}
-    assert tables.other_share(side) <= 0.01
+    assert profile_tables.other_share(side) <= 0.01
     counts = {True: 0.0, False: 0.0}  # and not times: on a busy machine any one operator may take longer than the rest
     for row in side["rows"]:
         counts[row["line"] is not None] += row["count"]
@@ -108,18 +109,18 @@ def test_the_change_has_the_time_of_each_line(record: dict[str, Any]) -> None:
 
 
 def test_what_stands_beside_a_profile_has_to_be_what_it_is(tmp_path: Path) -> None:
-    from rewrite.profile import beside
+    from rewrite.profile import attachments
 
-    with pytest.raises(beside.NoSuchRecord, match="ladder"):
-        beside.ladder(ROOT / "bench" / "results" / "profile-h200.json")
-    with pytest.raises(beside.NoSuchRecord, match="cannot be read"):
-        beside.ladder(tmp_path / "none.json")
-    with pytest.raises(beside.NoSuchRecord, match="families"):
-        beside.families(tmp_path)
+    with pytest.raises(attachments.NoSuchRecord, match="ladder"):
+        attachments.ladder(ROOT / "bench" / "results" / "profile-h200.json")
+    with pytest.raises(attachments.NoSuchRecord, match="cannot be read"):
+        attachments.ladder(tmp_path / "none.json")
+    with pytest.raises(attachments.NoSuchRecord, match="families"):
+        attachments.families(tmp_path)
 
 
 def test_markdown_is_a_table_that_github_renders(record: dict[str, Any]) -> None:
-    text = tables.markdown(record)
+    text = profile_tables.markdown(record)
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) > 10
     assert all(line.endswith("|") for line in lines)
@@ -147,7 +148,7 @@ def test_a_rehearsal_runs_the_step_and_leaves_it_as_it_was(plan: Plan) -> None:
     with torch.no_grad():
         before = model.generate(**prompt, max_new_tokens=8, do_sample=False)
     assert held_by(model) is not None
-    store = part_of(model, "decode/graph_store").store_of(model)
+    store = part_of(model, "decode/graph_cache").store_of(model)
     (graph,) = store.graphs.values()
     (program,), (read,) = graph._programs.values(), graph.prompts._graphs.values()
     logits, places = (program.logits, read._logits), Places(model, {models.files[1]})
@@ -195,16 +196,16 @@ class _Page(HTMLParser):
 def page(record: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("matplotlib", reason="a report needs matplotlib")
     pytest.importorskip("jinja2", reason="a report needs jinja2")
-    from rewrite.profile import beside, report
+    from rewrite.profile import attachments, html_report
 
     hostile = {
         **record,
         "model": "<script>alert(1)</script>",
-        "ladder": beside.ladder(ROOT / "bench" / "results" / "ladder-1b-h100.json"),
-        "families": beside.families(ROOT / "bench" / "results" / "families-h100"),
+        "ladder": attachments.ladder(ROOT / "bench" / "results" / "ladder-1b-h100.json"),
+        "families": attachments.families(ROOT / "bench" / "results" / "families-h100"),
     }
     path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(report.html(hostile), encoding="utf-8")
+    path.write_text(html_report.html(hostile), encoding="utf-8")
     return path
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rewrite import cli
-from rewrite.profile.made_elsewhere import record_of
+from rewrite.profile.external_trace import record_of
 from rewrite.profile.read import TraceNotReadable, read
 
 GEMM, NORM = "Cijk_Ailk_Bljk_BBS_BH_MT64x64x64_MI16x16x16x1_SN", "_rms_norm_kernel.kd"

@@ -11,10 +11,10 @@ import torch
 from rewrite.measure import categories
 from rewrite.profile import advice
 from rewrite.profile.accounts import BETWEEN, HOST
-from rewrite.profile.calls import _replays, forwards_noted
+from rewrite.profile.kernel_work import WORK, Held, Launches
 from rewrite.profile.origins import of_device
-from rewrite.profile.own import WORK, Held, Launches
 from rewrite.profile.places import Place, Places
+from rewrite.profile.profiled_calls import _replays, forwards_noted
 from rewrite.profile.trace import Activity, Launch, Mark, Trace
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_rewrite_runtime.attention.native_gqa import native_gqa
+from hf_rewrite_runtime.attention.grouped_query import native_gqa
 from hf_rewrite_runtime.core import backend
 
 DTYPES = [torch.bfloat16, torch.float16]

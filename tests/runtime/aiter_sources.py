@@ -102,7 +102,7 @@ def main(checkout: Path) -> list[dict[str, Any]]:
     folder = Path(tempfile.mkdtemp())
     module = package(checkout, folder)
     sys.path.insert(0, str(folder))
-    from hf_rewrite_runtime.aiter import calls, unified
+    from hf_rewrite_runtime.aiter import aiter_calls, unified
     from hf_rewrite_runtime.attention import decode_attention
     from hf_rewrite_runtime.core import aiter_probe, backend
 
@@ -138,7 +138,7 @@ def main(checkout: Path) -> list[dict[str, Any]]:
         error = None if got is None else (got.double() - exact).abs().max().item() / own
         line = vars(cases) | {"window": window, "softcap": softcap, "sinks": sinks, "error": error, "us": microseconds}
         if got is None:
-            line["why"] = [str(reason) for reason in calls.states().values()] + [
+            line["why"] = [str(reason) for reason in aiter_calls.states().values()] + [
                 str(key) for key in backend.fallbacks()
             ]
         if device.type == "cuda":

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hf_rewrite_runtime.linear.blocks import Blocks, _reference
+from hf_rewrite_runtime.linear.prologue import Prologue
 from hf_rewrite_runtime.moe import block_experts as few
 from hf_rewrite_runtime.moe.form import ExpertsForm, Gating, gated
-from hf_rewrite_runtime.products.blocks import Blocks, _reference
-from hf_rewrite_runtime.products.prologue import Prologue
 
 
 def blocks(rows: int, cols: int, device: torch.device, kind: str, leading: tuple[int, ...] = ()) -> Blocks:

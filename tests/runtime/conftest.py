@@ -11,10 +11,9 @@ import fake_aiter
 import pytest
 import torch
 
-from hf_rewrite_runtime.aiter import calls as aiter_calls
-from hf_rewrite_runtime.aiter import gemm as aiter_gemm
+from hf_rewrite_runtime.aiter import aiter_calls, aiter_gemm
 from hf_rewrite_runtime.core import aiter_probe, backend
-from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.generate.generation import GraphGeneration
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])

@@ -5,7 +5,7 @@
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.generate.generation import GraphGeneration
 
 
 class Qwen3Moe(GraphGeneration, Qwen3MoeForCausalLM):

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewrite.benchmark import forward
-from rewrite.benchmark.models import build, sharing
+from rewrite.benchmark import forward_speed
+from rewrite.benchmark.benchmark_models import build, sharing
 from rewrite.measure.runtime_part import runtime_part
-from rewrite.verify.models import sides
+from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.configs import small_variants
 
 
 def main(package: Path, file: str, name: str) -> None:
     """Run original and package on the same weights and inputs."""
     original = getattr(importlib.import_module(f"transformers.models.{file}.modeling_{file}"), name)
-    module = sides.load(sides.locate(package))
+    module = loaded_sides.load(loaded_sides.locate(package))
     rewritten = getattr(module, name)
     ours = build(rewritten, small_variants(original, False, {})[0].config, "float32", "cpu")
     theirs = sharing(original, ours)
-    given = forward.arguments(ours, 2, 11, "cpu")
+    given = forward_speed.arguments(ours, 2, 11, "cpu")
     rewritten._forward_without_graph = True
     files = [runtime_part(str(module.__package__), f"products/{name}") for name in ("chain_text", "chain_rows")]
     kernels, launch = [0], files[0].launch_text
@@ -41,12 +41,12 @@ def main(package: Path, file: str, name: str) -> None:
 
     for file in files:
         file.launch_text = counted
-    switch = runtime_part(str(module.__package__), "forward/switch")
+    switch = runtime_part(str(module.__package__), "forward/forward_settings")
     with torch.no_grad(), switch.use_forward_graphs("always"):
         ours(**given)
         kernels[0] = 0
         got, wanted = list(_tensors(ours(**given))), list(_tensors(theirs(**given)))
-    explained = str(runtime_part(str(module.__package__), "core/explain").explain(ours))
+    explained = str(runtime_part(str(module.__package__), "core/explanation").explain(ours))
     assert "in a graph" in explained, explained
     assert "one by one" not in explained, explained
     errors = [float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in zip(got, wanted, strict=True)]

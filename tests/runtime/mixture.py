@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_rewrite_runtime.linear.prologue import Prologue
 from hf_rewrite_runtime.moe.form import ExpertsForm
 from hf_rewrite_runtime.moe.router import RoutingRule, select_experts
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products.prologue import Prologue
 
 EPS = 1e-6
 

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_rewrite_runtime.core.arrivals import publish
-from hf_rewrite_runtime.core.launch import HIP, WAVE, Kernel, wait_for_stores
-from rewrite.kernels.cases import Case, tensor
+from hf_rewrite_runtime.device.split_k_semaphores import publish
+from hf_rewrite_runtime.launching.launch import HIP, WAVE, Kernel, wait_for_stores
+from rewrite.kernels.kernel_cases import Case, tensor
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_rewrite_runtime.parallel.ranks import Ranks
+from hf_rewrite_runtime.tensor_parallel.ranks import Ranks
 
 TURNS, SUMS = 60, 12
 

@@ -17,12 +17,12 @@ from conftest import INTERPRETED
 from tolerances import assert_as_exact_as
 from torch import Tensor, nn
 
-from hf_rewrite_runtime.core import layout
-from hf_rewrite_runtime.core.launch import rehearsing
+from hf_rewrite_runtime.core import output_layout
 from hf_rewrite_runtime.forward.functions import ForwardFunctions
+from hf_rewrite_runtime.launching.launch import rehearsing
+from hf_rewrite_runtime.lazy import activated_product
+from hf_rewrite_runtime.lazy.activated_product import LinearProduct
 from hf_rewrite_runtime.norms.add_layer_norm import add_layer_norm
-from hf_rewrite_runtime.products import activated_product
-from hf_rewrite_runtime.products.activated_product import LinearProduct
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
@@ -70,7 +70,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @torch.no_grad()
 def forward(function: Function, *given: Any) -> Any:
-    with layout.free(), rehearsing(), ForwardFunctions(poisons=True):
+    with output_layout.free(), rehearsing(), ForwardFunctions(poisons=True):
         return function(*given)
 
 

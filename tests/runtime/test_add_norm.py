@@ -8,10 +8,10 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.linear.prologue import Prologue, prologue_of
 from hf_rewrite_runtime.norms.add_norm import add_norm
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products.prologue import Prologue, prologue_of
 
 
 class RewrittenRMSNorm(LlamaRMSNorm):

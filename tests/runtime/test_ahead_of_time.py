@@ -12,11 +12,11 @@ import pytest
 import torch
 from conftest import INTERPRETED
 
-from hf_rewrite_runtime.core import launch
+from hf_rewrite_runtime.launching import launch
 from rewrite import runtime
-from rewrite.kernels import drift, findings, run, tables
+from rewrite.kernels import drift, findings, kernel_run, kernel_tables
 from rewrite.kernels.chips import CHIPS, occupancy
-from rewrite.kernels.row import Row
+from rewrite.kernels.kernel_row import Row
 
 TRITON = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -38,7 +38,7 @@ def compiles(function: Any) -> Any:
 
 @functools.cache
 def compiled(arch: str, one_of_each: bool) -> list[Row]:
-    return run.compile_all([arch], one_of_each=one_of_each)
+    return kernel_run.compile_all([arch], one_of_each=one_of_each)
 
 
 def drifts(rows: list[Row]) -> list[str]:
@@ -70,7 +70,7 @@ def test_kernels_are_fit_for_the_chip(arch: str, brief: bool) -> None:
     # signals between cards, and the matrix units that sum up for each thread: NVIDIA's alone
     nvidia = {"shared_sum", "mxfp4_gate_up", "mxfp4_down"}
     elsewhere = nvidia if CHIPS[arch].backend == "hip" else set()
-    known = set(run.known_kernels()) - elsewhere
+    known = set(kernel_run.known_kernels()) - elsewhere
     assert {row.kernel for row in rows} == known, "the catalogue has no case of these kernels"
     if whole:
         assert findings.unused_exemptions(rows) == []
@@ -90,7 +90,7 @@ def test_kernels_are_fit_for_the_chip(arch: str, brief: bool) -> None:
         amd = AMD | (AMD_MATRIX if matrix else set())
         assert row.options.keys() - {"launch_pdl"} == GIVEN | (amd if arch.startswith("gfx") else set())
         assert row.occupancy > 0
-    for table in tables.tables(rows):
+    for table in kernel_tables.tables(rows):
         widths = [max(len(row[i]) for row in (table.headings, *table.rows)) for i in range(len(table.headings))]
         assert sum(widths) + len(widths) - 1 <= 80
         assert all(len(note) <= 78 for note in table.notes)
@@ -107,7 +107,7 @@ def test_a_byte_of_several_rows_takes_two_vector_operations(tmp_path: Path, monk
 
     monkeypatch.setenv("TRITON_KERNEL_DUMP", "1")
     monkeypatch.setenv("TRITON_DUMP_DIR", str(tmp_path))
-    run.compile_all(["gfx942"], ["fp8_skinny"])
+    kernel_run.compile_all(["gfx942"], ["fp8_skinny"])
     counted = []
     for path in tmp_path.glob("*/*.amdgcn"):
         loop = longest_loop(path.read_text("utf-8"))
@@ -128,7 +128,7 @@ def test_rows_are_converted_two_numbers_at_a_time(
     """By the chip, where it can; else by operations on integers."""
     monkeypatch.setenv("TRITON_KERNEL_DUMP", "1")
     monkeypatch.setenv("TRITON_DUMP_DIR", str(tmp_path))
-    run.compile_all([arch], ["fp8_rows"])
+    kernel_run.compile_all([arch], ["fp8_rows"])
     (path,) = tmp_path.glob("*/*.amdgcn")
     converted = {found.group() for found in re.finditer(r"v_cvt_\w*fp8_f32", path.read_text("utf-8"))}
     assert converted == (set() if name is None else {name})
@@ -152,7 +152,7 @@ def longest_loop(text: str) -> list[str]:
 @compiles
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90"])
 def test_what_is_wrong_with_a_kernel_is_found(arch: str) -> None:
-    judged = findings.judge(run.compile_all([arch], module="planted"))
+    judged = findings.judge(kernel_run.compile_all([arch], module="planted"))
     assert not [str(finding) for finding in judged if "nothing" in finding.row.shape]
     found = {(finding.row.kernel, finding.kind) for finding in judged}
     of_amd = {
@@ -246,9 +246,9 @@ def test_what_is_compiled_is_what_is_launched(
 
 
 def test_pretending_comes_before_the_operators() -> None:
-    from hf_rewrite_runtime.core import rows
+    from hf_rewrite_runtime.device import row_tiles
 
-    assert rows.WAVE
+    assert row_tiles.WAVE
     with pytest.raises(RuntimeError, match=r"already imported for this machine: .*rows"):
         launch.pretend(launch.Target("hip", "gfx942"))
 

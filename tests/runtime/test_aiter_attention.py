@@ -12,10 +12,9 @@ from aiter_cases import QUIET, Attention, assert_attends_as, attended, both, qkv
 from torch import Tensor
 from transformers.integrations import flash_attention
 
-from hf_rewrite_runtime.aiter import attention as aiter_attention
-from hf_rewrite_runtime.aiter import calls as aiter_calls
+from hf_rewrite_runtime.aiter import aiter_attention, aiter_calls
 from hf_rewrite_runtime.aiter import flash as aiter_flash
-from hf_rewrite_runtime.attention.native_gqa import native_gqa
+from hf_rewrite_runtime.attention.grouped_query import native_gqa
 from hf_rewrite_runtime.core import backend
 
 pytestmark = [pytest.mark.filterwarnings(QUIET), pytest.mark.usefixtures("machine")]

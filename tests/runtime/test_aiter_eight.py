@@ -10,14 +10,13 @@ import torch
 from aiter_cases import DTYPES, QUIET, reasons
 from torch import Tensor, nn
 
+from hf_rewrite_runtime.aiter import aiter_calls, aiter_fp8
 from hf_rewrite_runtime.aiter import blockscale as aiter_blockscale
-from hf_rewrite_runtime.aiter import calls as aiter_calls
-from hf_rewrite_runtime.aiter import fp8 as aiter_fp8
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.core.e4m3 import Quantized, quantize
-from hf_rewrite_runtime.fp8 import add_rms_norm as fp8_norm
+from hf_rewrite_runtime.device.e4m3 import Quantized, quantize
+from hf_rewrite_runtime.fp8 import fp8_add_rms_norm as fp8_norm
 from hf_rewrite_runtime.fp8.product import fp8_product
-from hf_rewrite_runtime.products.block_linear import BlockLinear
+from hf_rewrite_runtime.linear.block_linear import BlockLinear
 
 pytestmark = [pytest.mark.filterwarnings(QUIET), pytest.mark.usefixtures("machine", "named")]
 

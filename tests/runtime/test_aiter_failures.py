@@ -18,14 +18,14 @@ from aiter_cases import QUIET, Attention, assert_attends_as, attended, both, qkv
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_rewrite_runtime.aiter import calls as aiter_calls
-from hf_rewrite_runtime.attention.native_gqa import native_gqa
+from hf_rewrite_runtime.aiter import aiter_calls
+from hf_rewrite_runtime.attention.grouped_query import native_gqa
 from hf_rewrite_runtime.core import aiter_probe, backend
-from hf_rewrite_runtime.core.explain import explain
+from hf_rewrite_runtime.core.explanation import explain
+from hf_rewrite_runtime.linear.gated_activation import gated_activation
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
 from hf_rewrite_runtime.norms.layer_norm import layer_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products.gated_activation import gated_activation
 
 pytestmark = [pytest.mark.filterwarnings(QUIET), pytest.mark.usefixtures("machine")]
 

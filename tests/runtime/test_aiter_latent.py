@@ -11,7 +11,7 @@ import torch
 from aiter_cases import QUIET, reasons
 from torch import Tensor, nn
 
-from hf_rewrite_runtime.aiter import calls as aiter_calls
+from hf_rewrite_runtime.aiter import aiter_calls
 from hf_rewrite_runtime.aiter import latent as aiter_latent
 from hf_rewrite_runtime.attention.latent_attention import latent_attention
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache

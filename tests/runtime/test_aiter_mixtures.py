@@ -12,14 +12,13 @@ import torch
 from aiter_cases import DTYPES, QUIET, reasons
 from torch import Tensor, nn
 
-from hf_rewrite_runtime.aiter import calls as aiter_calls
-from hf_rewrite_runtime.aiter import experts as aiter_experts
+from hf_rewrite_runtime.aiter import aiter_calls, aiter_experts
 from hf_rewrite_runtime.core import aiter_probe, backend
+from hf_rewrite_runtime.linear import preshuffle
 from hf_rewrite_runtime.moe import experts as experts_file
 from hf_rewrite_runtime.moe import router as router_file
 from hf_rewrite_runtime.moe.form import ExpertsForm, Gating
 from hf_rewrite_runtime.moe.selection import RoutingRule
-from hf_rewrite_runtime.products import preshuffle
 
 pytestmark = [pytest.mark.filterwarnings(QUIET), pytest.mark.usefixtures("machine")]
 

@@ -12,13 +12,12 @@ import torch
 from aiter_cases import DTYPES, QUIET, both, reasons, states
 from torch import Tensor, nn
 
-from hf_rewrite_runtime.aiter import calls as aiter_calls
-from hf_rewrite_runtime.aiter import gemm as aiter_gemm
+from hf_rewrite_runtime.aiter import aiter_calls, aiter_gemm
 from hf_rewrite_runtime.core import aiter_probe, backend
+from hf_rewrite_runtime.linear.gated_activation import gated_activation
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
 from hf_rewrite_runtime.norms.layer_norm import layer_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products.gated_activation import gated_activation
 
 pytestmark = [pytest.mark.filterwarnings(QUIET), pytest.mark.usefixtures("machine")]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_rewrite_runtime.aiter import calls as aiter_calls
+from hf_rewrite_runtime.aiter import aiter_calls
 from hf_rewrite_runtime.aiter import latent as aiter_latent
 from hf_rewrite_runtime.aiter import unified as aiter_unified
 from hf_rewrite_runtime.attention import decode_attention

@@ -7,9 +7,9 @@ import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
 
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.decode.alignment import BLOCK, _fits, _launch, _table
-from hf_rewrite_runtime.decode.lookup import look_up
-from hf_rewrite_runtime.decode.sampling import Lookup, StepState
+from hf_rewrite_runtime.sampling.prompt_lookup import look_up
+from hf_rewrite_runtime.sampling.sampling import Lookup, StepState
+from hf_rewrite_runtime.speculative.left_pad_rows import BLOCK, _fits, _launch, _table
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

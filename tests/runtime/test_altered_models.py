@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from hf_rewrite_runtime.attention.rotary_rows import rotary_rows
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.core.written import version_of
-from hf_rewrite_runtime.decode.generation import GraphGeneration
-from hf_rewrite_runtime.decode.graph_store import store_of
-from hf_rewrite_runtime.products.packing import packed_linear
+from hf_rewrite_runtime.decode.graph_cache import store_of
+from hf_rewrite_runtime.generate.generation import GraphGeneration
+from hf_rewrite_runtime.guards.tensor_version import version_of
+from hf_rewrite_runtime.linear.packing import packed_linear
+from hf_rewrite_runtime.rope.rope_cos_sin import rotary_rows
 
 SIZES = {
     "hidden_size": 64,

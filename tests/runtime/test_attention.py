@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from hf_rewrite_runtime.attention.native_gqa import grouped_attention, grouped_matmul, native_gqa
+from hf_rewrite_runtime.attention.grouped_query import grouped_attention, grouped_matmul, native_gqa
 from hf_rewrite_runtime.core import backend
 
 KV_HEADS, HEADS, HEAD_DIM = 2, 6, 16

@@ -16,10 +16,15 @@ from torch.nn.attention import SDPBackend
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_rewrite_runtime.attention import backends
-from hf_rewrite_runtime.attention.named import get_attention_backend, set_attention_backend, use_attention_backend
-from hf_rewrite_runtime.attention.native_gqa import grouped_attention, native_gqa
-from hf_rewrite_runtime.core import backend, tables
+from hf_rewrite_runtime.attention.grouped_query import grouped_attention, native_gqa
+from hf_rewrite_runtime.attention.named_backends import (
+    get_attention_backend,
+    set_attention_backend,
+    use_attention_backend,
+)
+from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.core.process import settings
+from hf_rewrite_runtime.launching import card_tables
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 MODULE: Any = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=True)
@@ -27,15 +32,15 @@ MODULE: Any = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(card_tables.VARIABLE, str(tmp_path))
     monkeypatch.setattr(backends, "_runs", set())
     monkeypatch.setitem(backend.named_besides, "attention", None)
     backends._counts.clear()
-    tables.forget()
+    card_tables.forget()
     backend.reset_fallbacks()
     yield
     set_attention_backend(None)
-    tables.forget()
+    card_tables.forget()
 
 
 def states(rows: int = 2, queries: int = 5, keys: int | None = None) -> tuple[torch.Tensor, ...]:
@@ -50,7 +55,7 @@ def attend(*given: Any, **named: Any) -> torch.Tensor:
 
 def table(tmp_path: Path, size: str, name: str) -> None:
     (tmp_path / "attention.json").write_text(json.dumps({"cpu": {size: {"backend": name, "us": {name: 1.0}}}}))
-    tables.forget()
+    card_tables.forget()
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModel, LlamaConfig, LlamaPreTrainedModel
 
-from hf_rewrite_runtime.package.auto import from_config
+from hf_rewrite_runtime.loading.auto import from_config
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 

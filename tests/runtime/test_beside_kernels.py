@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from conftest import INTERPRETED
 from torch import Tensor, nn
 
-from hf_rewrite_runtime.core import launch
-from hf_rewrite_runtime.core.tiles import Tile
+from hf_rewrite_runtime.launching import launch
+from hf_rewrite_runtime.launching.tiles import Tile
+from hf_rewrite_runtime.lazy.multi_gemv import alike, is_same_norm, launch_beside
+from hf_rewrite_runtime.lazy.pending_ops import Product
+from hf_rewrite_runtime.lazy.step_products import StepProducts
+from hf_rewrite_runtime.linear import joined_storage
+from hf_rewrite_runtime.linear.gemv import are_parameters
+from hf_rewrite_runtime.linear.prologue import LayerNormPrologue, Prologue
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products import memory
-from hf_rewrite_runtime.products.beside import alike, is_same_norm, launch_beside
-from hf_rewrite_runtime.products.deferred import Product
-from hf_rewrite_runtime.products.one_row import are_parameters
-from hf_rewrite_runtime.products.prologue import LayerNormPrologue, Prologue
-from hf_rewrite_runtime.products.step_products import StepProducts
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 CLOSE = 1e-5
@@ -194,7 +194,7 @@ def test_a_product_whose_result_is_gone_is_not_computed(device: torch.device, ke
 def test_what_a_kernel_loads_before_it_waits_is_parameters(device: torch.device) -> None:
     weight, bias = nn.Parameter(torch.rand(8, device=device)), torch.rand(8, device=device)
     parts = [nn.Parameter(torch.rand(8, device=device)) for _ in range(2)]
-    whole = memory.join(parts)
+    whole = joined_storage.join(parts)
     assert isinstance(whole, Tensor)
     assert are_parameters(LayerNormPrologue(weight, weight, 1e-5), whole, None)
     assert are_parameters(None)
@@ -223,7 +223,7 @@ def test_the_kernel_alone(
     """Every result is written, and nothing beside it, whichever of the parameters come before the wait."""
     torch.manual_seed(0)
     cols = 136
-    monkeypatch.setattr("hf_rewrite_runtime.products.beside.tile_for", lambda *_: tile)
+    monkeypatch.setattr("hf_rewrite_runtime.lazy.multi_gemv.tile_for", lambda *_: tile)
     x = (torch.randn(1, 1, cols, device=device) + 3.0).to(dtype)
     norm = LayerNormPrologue(*(torch.rand(cols, device=device).to(dtype) for _ in range(2)), 1e-5)
     weights = [(torch.randn(out, cols, device=device) / cols**0.5).to(dtype) for out in outs]
@@ -235,8 +235,8 @@ def test_the_kernel_alone(
     assert all(alike(products[0], product) for product in products)
     exact = F.layer_norm(x.double(), (cols,), norm.weight.double(), norm.bias.double(), norm.eps)
     for ahead in (False, True):
-        monkeypatch.setattr("hf_rewrite_runtime.products.beside.are_parameters", lambda *_, ahead=ahead: ahead)
-        monkeypatch.setattr("hf_rewrite_runtime.products.beside.overlaps", lambda _: not INTERPRETED)
+        monkeypatch.setattr("hf_rewrite_runtime.lazy.multi_gemv.are_parameters", lambda *_, ahead=ahead: ahead)
+        monkeypatch.setattr("hf_rewrite_runtime.lazy.multi_gemv.overlaps", lambda _: not INTERPRETED)
         whole = [torch.full((1, 1, out + 2), float("nan"), dtype=dtype, device=device) for out in (*outs, cols)]
         *made, normed = [place[..., 1:-1] for place in whole]
         keeps = tile[1] >= cols

@@ -14,13 +14,10 @@ from conftest import INTERPRETED
 from torch import Tensor, nn
 
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.core.e4m3 import encode
-from hf_rewrite_runtime.core.launch import WAVE, Target
-from hf_rewrite_runtime.moe import block_experts as few
-from hf_rewrite_runtime.moe.form import ExpertsForm, gating
-from hf_rewrite_runtime.moe.grouped import grouped_experts
-from hf_rewrite_runtime.products import block_linear
-from hf_rewrite_runtime.products.block_groups import (
+from hf_rewrite_runtime.device.e4m3 import encode
+from hf_rewrite_runtime.launching.launch import WAVE, Target
+from hf_rewrite_runtime.linear import block_linear
+from hf_rewrite_runtime.linear.block_groups import (
     Read,
     block_scales,
     eight_sums,
@@ -30,9 +27,12 @@ from hf_rewrite_runtime.products.block_groups import (
     row_groups,
     sixteen,
 )
-from hf_rewrite_runtime.products.block_rows import launch_block_rows
-from hf_rewrite_runtime.products.blocks import Blocks, _reference, dequantized, narrowed, reason_against, widened
-from hf_rewrite_runtime.products.linear import gated_linear, linear
+from hf_rewrite_runtime.linear.block_rows import launch_block_rows
+from hf_rewrite_runtime.linear.blocks import Blocks, _reference, dequantized, narrowed, reason_against, widened
+from hf_rewrite_runtime.linear.linear import gated_linear, linear
+from hf_rewrite_runtime.moe import block_experts as few
+from hf_rewrite_runtime.moe.form import ExpertsForm, gating
+from hf_rewrite_runtime.moe.grouped import grouped_experts
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 experts = importlib.import_module("hf_rewrite_runtime.moe.experts")

@@ -12,8 +12,15 @@ from test_generation import DEVICE, SIZES, loops, pair, prompt, run, same
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from hf_rewrite_runtime.cache.names import NAMES, argument_of, asked_with, given_back, keeps_states_alone, passed_on
-from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.cache.cache_argument import (
+    NAMES,
+    argument_of,
+    asked_with,
+    given_back,
+    keeps_states_alone,
+    passed_on,
+)
+from hf_rewrite_runtime.generate.generation import GraphGeneration
 
 OTHER = next(name for name in NAMES[:2] if name != passed_on())
 

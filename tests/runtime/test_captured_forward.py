@@ -24,12 +24,12 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from hf_rewrite_runtime.core import backend, derived, layout
-from hf_rewrite_runtime.core.explain import explain
-from hf_rewrite_runtime.core.snapshot import Snapshot
-from hf_rewrite_runtime.forward import captured, fitness, store, switch
+from hf_rewrite_runtime.core import backend, output_layout, weight_copies
+from hf_rewrite_runtime.core.explanation import explain
+from hf_rewrite_runtime.forward import captured, forward_cache, forward_eligibility, forward_settings
 from hf_rewrite_runtime.forward.captured import CapturedForward
-from hf_rewrite_runtime.products import put_off
+from hf_rewrite_runtime.guards.snapshot import Snapshot
+from hf_rewrite_runtime.lazy import lazy_mode
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -39,7 +39,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     monkeypatch.setattr(CapturedForward, "_forward_without_graph", name == "cpu")
-    with switch.use_forward_graphs("always"), torch.no_grad():
+    with forward_settings.use_forward_graphs("always"), torch.no_grad():
         yield name
 
 
@@ -86,20 +86,20 @@ def inputs(device: str, number: int = 0, rows: int = 3) -> Tensor:
 
 
 def plain(model: Model, *arguments: Any, **keywords: Any) -> Any:
-    with switch.use_forward_graphs("never"):
+    with forward_settings.use_forward_graphs("never"):
         return model(*arguments, **keywords)
 
 
 def graphs(model: nn.Module) -> int:
-    return len(store.store_of(model).graphs)
+    return len(forward_cache.store_of(model).graphs)
 
 
 def replays(model: nn.Module) -> int:
-    return store.store_of(model).replays
+    return forward_cache.store_of(model).replays
 
 
 def refused(model: nn.Module) -> set[str]:
-    kept = store.store_of(model)
+    kept = forward_cache.store_of(model)
     said = [*kept.refused.values(), *([kept.whole] if kept.whole else [])]
     return {refusal.reason for refusal in said} | set(kept.reasons)
 
@@ -118,8 +118,8 @@ def test_replays_use_new_inputs_and_leave_old_outputs_alone(device: str) -> None
 
 def test_the_second_call_of_a_kind_captures(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(device)
-    monkeypatch.setattr("hf_rewrite_runtime.forward.trial._times", lambda *given: (2.0, 1.0))
-    with switch.use_forward_graphs("auto"):
+    monkeypatch.setattr("hf_rewrite_runtime.forward.capture_trial._times", lambda *given: (2.0, 1.0))
+    with forward_settings.use_forward_graphs("auto"):
         model(inputs(device))
         assert not graphs(model)
         model(inputs(device, rows=4))
@@ -131,24 +131,24 @@ def test_the_second_call_of_a_kind_captures(device: str, monkeypatch: pytest.Mon
 
 
 def test_a_graph_that_is_not_faster_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_rewrite_runtime.forward import trial
+    from hf_rewrite_runtime.forward import capture_trial
 
-    times = iter([1.0, 0.99] * trial.ROUNDS + [1.0, 0.9] * trial.ROUNDS)
-    monkeypatch.setattr(trial, "_milliseconds", lambda action: next(times))
+    times = iter([1.0, 0.99] * capture_trial.ROUNDS + [1.0, 0.9] * capture_trial.ROUNDS)
+    monkeypatch.setattr(capture_trial, "_milliseconds", lambda action: next(times))
     given: Any = [None] * 4
-    with pytest.raises(trial.Unsuitable, match=r"0\.99 ms against 1\.00 ms"):
-        trial._times(*given)
-    assert trial._times(*given) == (1.0, 0.9)
+    with pytest.raises(capture_trial.Unsuitable, match=r"0\.99 ms against 1\.00 ms"):
+        capture_trial._times(*given)
+    assert capture_trial._times(*given) == (1.0, 0.9)
 
 
 def test_long_forwards_are_measured_once_where_that_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_rewrite_runtime.forward import trial
+    from hf_rewrite_runtime.forward import capture_trial
 
-    times = iter([220.0, 150.0] + [220.0, 210.0] * trial.ROUNDS)
-    monkeypatch.setattr(trial, "_milliseconds", lambda action: next(times))
+    times = iter([220.0, 150.0] + [220.0, 210.0] * capture_trial.ROUNDS)
+    monkeypatch.setattr(capture_trial, "_milliseconds", lambda action: next(times))
     given: Any = [None] * 4
-    assert trial._times(*given) == (220.0, 150.0)
-    assert trial._times(*given) == (220.0, 210.0)
+    assert capture_trial._times(*given) == (220.0, 150.0)
+    assert capture_trial._times(*given) == (220.0, 210.0)
     assert not list(times)
 
 
@@ -373,7 +373,7 @@ def _returns_host(model: Model, x: Tensor, keywords: dict[str, Any]) -> Any:
 
 
 def _copies_weights(model: Model, x: Tensor, keywords: dict[str, Any]) -> Any:
-    derived.note()
+    weight_copies.note()
     return x * 2
 
 
@@ -409,12 +409,12 @@ def test_refusals(device: str, act: Callable[..., Any], reason: str) -> None:
     assert reason in refused(model)
     if device == "cuda":
         torch.cuda.empty_cache()  # which raises if a graph was begun in the pool of one that has gone
-    assert fitness.REASONS[reason] in str(explain(model))
+    assert forward_eligibility.REASONS[reason] in str(explain(model))
 
 
 def _permuted(model: Model, x: Tensor, keywords: dict[str, Any]) -> Any:
     y = model.linear(x).t() * 2
-    y = y.contiguous() if layout.is_free() else y
+    y = y.contiguous() if output_layout.is_free() else y
     return y if model.factor == 1 else y.t().view(-1)
 
 
@@ -439,7 +439,7 @@ def test_what_asks_the_host_is_refused(device: str, act: Callable[..., Any]) -> 
         torch.testing.assert_close(model(inputs(device, number)), plain(model, inputs(device, number)))
     assert refused(model) == {"not_capturable"}
     model.act = None
-    for _ in range(store.LOOKS_AGAIN + 3):
+    for _ in range(forward_cache.LOOKS_AGAIN + 3):
         model(inputs(device))
     assert graphs(model) == 1  # the change was seen, later
 
@@ -458,12 +458,12 @@ def test_what_is_tried_in_vain_is_seldom_tried_again(
 
     monkeypatch.setattr(captured, "attempt", attempt)
     model = made(device, act)
-    for _ in range(10 * store.LOOKS_AGAIN):
+    for _ in range(10 * forward_cache.LOOKS_AGAIN):
         model(inputs(device))
     assert len(tried) == times
     assert tried[0] < 3
     model.act = None
-    for _ in range(9 * store.LOOKS_AGAIN):
+    for _ in range(9 * forward_cache.LOOKS_AGAIN):
         model(inputs(device))
     assert graphs(model) == 1, "the change was seen, later"
 
@@ -472,7 +472,7 @@ def test_what_cannot_be_looked_at_is_left_alone(device: str, monkeypatch: pytest
     def fails(tensors: list[Tensor]) -> list[Tensor]:
         raise RuntimeError("no sum of these")
 
-    monkeypatch.setattr("hf_rewrite_runtime.forward.trial._sums", fails)
+    monkeypatch.setattr("hf_rewrite_runtime.forward.capture_trial._sums", fails)
     model = made(device)
     for _ in range(2):
         torch.testing.assert_close(model(inputs(device)), plain(model, inputs(device)))
@@ -482,24 +482,24 @@ def test_what_cannot_be_looked_at_is_left_alone(device: str, monkeypatch: pytest
 
 def test_few_graphs_are_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And take no turns: a graph makes room for another one's only when many calls have not used it."""
-    monkeypatch.setattr(store, "GRAPHS_KEPT", 2)
-    monkeypatch.setattr(store, "IDLE", 4)
+    monkeypatch.setattr(forward_cache, "GRAPHS_KEPT", 2)
+    monkeypatch.setattr(forward_cache, "IDLE", 4)
     model = made(device)
 
     def call(*numbers: int) -> set[int]:
         for rows in numbers:
             torch.testing.assert_close(model(inputs(device, rows, rows)), plain(model, inputs(device, rows, rows)))
-        return {shapes[0][0] for shapes, _ in store.captured_kinds(model)}
+        return {shapes[0][0] for shapes, _ in forward_cache.captured_kinds(model)}
 
     assert call(1, 2, 1, 3, 1, 3) == {1, 2}
-    assert replays(model) == store.store_of(model).reasons["full"] == 2
+    assert replays(model) == forward_cache.store_of(model).reasons["full"] == 2
     assert call(1, 1, 1, 3) == {1, 3}
-    store.release_forwards(model)
+    forward_cache.release_forwards(model)
     assert not graphs(model)
 
 
 def test_a_kind_that_was_dropped_waits_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = store.ForwardStore(made("cpu"))
+    kept = forward_cache.ForwardStore(made("cpu"))
     kept.graphs["kind"] = None  # type: ignore[assignment]
     kept._last["kind"] = 0
     kept._evict("kind")
@@ -585,7 +585,7 @@ def test_tensors_of_inference_mode(
     device: str, monkeypatch: pytest.MonkeyPatch, most: int, act: Any, reasons: set[str]
 ) -> None:
     """Nobody counts what is written to them, so few are compared and many are left alone."""
-    monkeypatch.setattr("hf_rewrite_runtime.forward.trial.MOST_COPIED", most)
+    monkeypatch.setattr("hf_rewrite_runtime.forward.capture_trial.MOST_COPIED", most)
     with torch.inference_mode():
         model = made(device, act)
         for _ in range(2):
@@ -626,13 +626,13 @@ def test_the_compiler_passes_through(device: str) -> None:
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switch, "_chosen", None)
-    monkeypatch.setenv(switch.ENVIRONMENT_VARIABLE, "never")
-    assert switch.get_forward_graphs() == "never"
-    with switch.use_forward_graphs("auto"):
-        assert switch.get_forward_graphs() == "auto"
+    monkeypatch.setattr(forward_settings, "_chosen", None)
+    monkeypatch.setenv(forward_settings.ENVIRONMENT_VARIABLE, "never")
+    assert forward_settings.get_forward_graphs() == "never"
+    with forward_settings.use_forward_graphs("auto"):
+        assert forward_settings.get_forward_graphs() == "auto"
     with pytest.raises(ValueError, match="choose one of auto, exact, never, always"):
-        switch.set_forward_graphs("sometimes")
+        forward_settings.set_forward_graphs("sometimes")
 
 
 def _skips_layers(model: Model, x: Tensor, _: dict[str, Any]) -> Tensor:
@@ -692,7 +692,7 @@ def test_a_trial_leaves_the_generator_as_the_call_left_it(device: str) -> None:
 
 def test_functions_that_cannot_be_put_off_run_one_by_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever gets at memory unseen reads what nobody computed: that is noticed, and said."""
-    monkeypatch.setattr(put_off.PutsOff, "_settle", lambda step, *given: None)
+    monkeypatch.setattr(lazy_mode.PutsOff, "_settle", lambda step, *given: None)
     model = made(device, lambda model, x, _: (model.linear(x) * 2 + 1).sum(-1, keepdim=True) + x)
     with backend.use_backend("triton") if device == "cuda" else contextlib.nullcontext():
         outputs = [model(inputs(device, number)) for number in range(3)]
@@ -705,11 +705,11 @@ def test_functions_that_cannot_be_put_off_run_one_by_one(device: str, monkeypatc
 
 def test_kernels_are_compiled_for_few_kinds_of_calls(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their texts hold sizes: calls of ever other lengths would compile for ever."""
-    monkeypatch.setattr(store, "KINDS_COMPILED", 2)
+    monkeypatch.setattr(forward_cache, "KINDS_COMPILED", 2)
     model = made(device, lambda model, x, _: model.linear(x) * 2 + 1)
     for rows in (1, 2, 3, 2):
         assert torch.allclose(model(inputs(device, rows=rows)), plain(model, inputs(device, rows=rows)), atol=1e-6)
-    kept = store.store_of(model)
+    kept = forward_cache.store_of(model)
     assert [bool(graph.as_written) for graph in kept.graphs.values()] == [False, True, False]
     assert replays(model) == 1
     assert "its functions one by one: kernels were compiled for" in str(explain(model))

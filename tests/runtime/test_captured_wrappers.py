@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_rewrite_runtime.forward import store
-from hf_rewrite_runtime.forward.switch import use_forward_graphs
+from hf_rewrite_runtime.forward import forward_cache
+from hf_rewrite_runtime.forward.forward_settings import use_forward_graphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICE = "cuda"
@@ -44,7 +44,7 @@ def built(bert: Any, implementation: str = "sdpa") -> Any:
 
 
 def replays(bert: Any, model: Any) -> int:
-    return sum(store._stores[module].replays for module in model.modules() if module in store._stores)
+    return sum(forward_cache._stores[module].replays for module in model.modules() if module in forward_cache._stores)
 
 
 def compare(bert: Any, model: Any, close: float = 2e-3, **keywords: Any) -> int:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hf_rewrite_runtime.attention import decode_attention, masked_attention
-from hf_rewrite_runtime.core import launch, tiles
+from hf_rewrite_runtime.launching import launch, tiles
 from rewrite.kernels.cards import CARDS
-from rewrite.kernels.models import STEPS
+from rewrite.kernels.model_sizes import STEPS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "bench"))

@@ -13,19 +13,20 @@ import transformers
 from told_again import replays
 from torch import nn
 
-from hf_rewrite_runtime.cache.names import asked_with, given_back
-from hf_rewrite_runtime.cache.nested import UnknownState
+from hf_rewrite_runtime.cache.cache_argument import asked_with, given_back
+from hf_rewrite_runtime.cache.nested_tensors import UnknownState
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.decode import carried, fitness, graph_store, loop
-from hf_rewrite_runtime.decode.carried import CarriedStates, hands_on_states, keeps_states, put_back
-from hf_rewrite_runtime.decode.fitness import Call, assists
-from hf_rewrite_runtime.decode.generation import GraphGeneration
-from hf_rewrite_runtime.decode.graph import DecodeGraph, Program
-from hf_rewrite_runtime.decode.graph_store import store_of
-from hf_rewrite_runtime.forward import captured, switch, trial
+from hf_rewrite_runtime.decode import eligibility, graph_cache, recurrent_state
+from hf_rewrite_runtime.decode.eligibility import Call, assists
+from hf_rewrite_runtime.decode.graph_cache import store_of
+from hf_rewrite_runtime.decode.recurrent_state import CarriedStates, hands_on_states, keeps_states, put_back
+from hf_rewrite_runtime.decode.step_graph import DecodeGraph, Program
+from hf_rewrite_runtime.forward import capture_trial, captured, forward_settings
 from hf_rewrite_runtime.forward.captured import CapturedForward
+from hf_rewrite_runtime.generate import decode_loop
+from hf_rewrite_runtime.generate.generation import GraphGeneration
 
-if not fitness.can_watch():
+if not eligibility.can_watch():
     pytest.skip("this transformers has a loop that cannot be watched", allow_module_level=True)
 
 GPU = torch.cuda.is_available()
@@ -187,8 +188,8 @@ def test_states_in_fp32_of_a_model_in_bf16(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_text_moves_to_a_larger_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_store, "ROUNDING", 4)
-    monkeypatch.setattr(loop, "FIRST_ROOM", 3)
+    monkeypatch.setattr(graph_cache, "ROUNDING", 4)
+    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 3)
     models = pair(name)
     both(models, asked(), max_new_tokens=20)
     both(models, asked(seed=1), max_new_tokens=20)
@@ -219,7 +220,7 @@ def test_no_drafts_for_states_that_cannot_go_back(name: str) -> None:
     assert not assists(other, model, True)
     call = Call(asked(1)["input_ids"], [], [], copy.deepcopy(model.generation_config), None, False, {})
     call.config.prompt_lookup_num_tokens = 3
-    assert fitness.lookup_of(model, call) == "drafts_for_states"
+    assert eligibility.lookup_of(model, call) == "drafts_for_states"
 
 
 class Grows(nn.Module):
@@ -290,7 +291,7 @@ def test_a_state_that_is_a_part_of_what_it_was_is_read_before_it_is_written() ->
     model = keeps_states("state")(type("Model", (nn.Module,), {}))()
     model.one, model.two = one, two
     own = CarriedStates(model)
-    assert carried.carries(model)
+    assert recurrent_state.carries(model)
     own.load({})
     first, second = own.buffers
     one.state, two.state = second, first  # type: ignore[assignment]
@@ -347,19 +348,19 @@ def test_no_forward_of_a_text_tries_to_be_captured_by_itself(
 
     def attempt(model: Any, *others: Any) -> Any:
         tried.append(type(model).__name__)
-        return trial.attempt(model, *others)
+        return capture_trial.attempt(model, *others)
 
     monkeypatch.setattr(captured, "attempt", attempt)
     models = pair(name)
     for part in (models[0], models[0].base_model):
         part.__class__ = type(type(part).__name__, (CapturedForward, type(part)), {})
-    with switch.use_forward_graphs(mode):
+    with forward_settings.use_forward_graphs(mode):
         for seed in range(4):
             both(models, asked(seed=seed))
         if name == KEEPS:
             run(models[0], asked(), num_beams=2)
     assert tried == []
-    with switch.use_forward_graphs(mode), torch.no_grad():
+    with forward_settings.use_forward_graphs(mode), torch.no_grad():
         for _ in range(2):
             models[0](**asked(), use_cache=False)
     assert tried, "no call is tried at all"

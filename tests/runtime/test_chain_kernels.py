@@ -13,12 +13,12 @@ from conftest import INTERPRETED, KERNEL_DTYPES
 from torch import Tensor, nn
 
 from hf_rewrite_runtime.attention.eager_step import HANDLERS
-from hf_rewrite_runtime.core import launch
-from hf_rewrite_runtime.core.compile_ahead import variants
-from hf_rewrite_runtime.decode.constants import StepConstants
-from hf_rewrite_runtime.products import chain_place, chain_text
-from hf_rewrite_runtime.products.chain import FUNCTIONS
-from hf_rewrite_runtime.products.step_products import StepProducts
+from hf_rewrite_runtime.decode.constant_folding import StepConstants
+from hf_rewrite_runtime.device.compile_ahead import variants
+from hf_rewrite_runtime.launching import launch
+from hf_rewrite_runtime.lazy import fusion_place, fusion_text
+from hf_rewrite_runtime.lazy.pointwise_fusion import FUNCTIONS
+from hf_rewrite_runtime.lazy.step_products import StepProducts
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 LAST_BITS = 1e-6
@@ -532,7 +532,7 @@ def test_attention_with_a_chain_for_a_mask_is_one_kernel(device: torch.device, k
 
 
 def test_a_missing_rounding_is_seen(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    cast = chain_text.Written.cast
+    cast = fusion_text.Written.cast
 
     def unrounded(text: Any, value: str, dtype: torch.dtype, to: torch.dtype) -> str:
         through = "tl.float16" if to == torch.float16 else ""
@@ -541,15 +541,15 @@ def test_a_missing_rounding_is_seen(device: torch.device, monkeypatch: pytest.Mo
     x, y = numbers(device, torch.float16, 5, 70), numbers(device, torch.float16, 5, 70)
     function = lambda x, y: (x * 1.7 + y) * y
     assert_same(stepped(function, x, y), function(x, y))
-    monkeypatch.setattr(chain_text.Written, "cast", unrounded)
+    monkeypatch.setattr(fusion_text.Written, "cast", unrounded)
     with pytest.raises(AssertionError):
         assert_same(stepped(function, x, y), function(x, y))
 
 
 def test_a_wrong_stride_is_seen(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(9, 90, device=device)[1:, 7:77]
-    address = chain_place.Place.address
-    monkeypatch.setattr(chain_place.Place, "address", lambda place, _: address(place, _dense(place.shape)))
+    address = fusion_place.Place.address
+    monkeypatch.setattr(fusion_place.Place, "address", lambda place, _: address(place, _dense(place.shape)))
     seen = []
     for name in ("rows", "columns", "part", "transposed leaf"):
         ours, wanted = stepped(LAYOUTS[name], x), LAYOUTS[name](x)

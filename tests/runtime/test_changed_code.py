@@ -26,15 +26,15 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_rewrite_runtime.core import code_guard, provenance
-from hf_rewrite_runtime.parallel import shards
-from hf_rewrite_runtime.parallel.forwards import SummedForward
-from rewrite.engine.build import build
+from hf_rewrite_runtime.guards import code_guard, provenance
+from hf_rewrite_runtime.tensor_parallel import shards
+from hf_rewrite_runtime.tensor_parallel.forwards import SummedForward
+from rewrite.codemod.build import build
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.upstream.source import resolve
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -102,7 +102,7 @@ def sides(name: str) -> tuple[Side, Side]:
 
 
 def store_of(side: Side) -> Any:
-    return runtime_part(side.module.__package__, "decode/graph_store").store_of(side.model)
+    return runtime_part(side.module.__package__, "decode/graph_cache").store_of(side.model)
 
 
 def part(side: Side, name: str) -> Any:
@@ -353,24 +353,27 @@ def test_a_change_is_in_the_tokens_of_the_next_call(family: str, name: str, afte
 
 PLANTED: dict[str, tuple[str, str, str, Any, list[str]]] = {
     "other methods are not told apart": (
-        "core/provenance", "", "stands", lambda kind, name: True, ["a class of the MLPs", "a class of the attentions"]
+        "guards/provenance", "", "stands", lambda kind, name: True,
+        ["a class of the MLPs", "a class of the attentions"],
     ),
     "other functions are not told apart": (
-        "core/provenance", "", "is_own", lambda value, holder, name: True,
+        "guards/provenance", "", "is_own", lambda value, holder, name: True,
         ["the rotation of the modeling file", "the attention that is registered"],
     ),
     "code is not compared": (
-        "core/code_guard", "CodeGuard", "is_current", lambda self: True,
+        "guards/code_guard", "CodeGuard", "is_current", lambda self: True,
         ["torch's attention", "the attention that is registered", "the rotation of the modeling file"],
     ),
     "attributes are not compared": (
-        "core/snapshot", "Snapshot", "is_current", lambda self: self.code.is_current(),
+        "guards/snapshot", "Snapshot", "is_current", lambda self: self.code.is_current(),
         ["a value of the configuration that was not there"],  # of modules, `changes.Kept` knows as well
     ),
-    "addresses are not compared": ("core/snapshot", "Snapshot", "is_mapped", lambda self: True, ["where weights lie"]),
+    "addresses are not compared": (
+        "guards/snapshot", "Snapshot", "is_mapped", lambda self: True, ["where weights lie"],
+    ),
     "settings are not compared": ("core/process", "", "settings", tuple, ["the default dtype", "a default device"]),
     "methods of the instance are not looked at": (
-        "decode/fitness", "", "_overrides", lambda model, name: False, ["what a step is given, by the instance"]
+        "decode/eligibility", "", "_overrides", lambda model, name: False, ["what a step is given, by the instance"]
     ),
 }  # fmt: skip
 
@@ -406,7 +409,7 @@ def module_of(home: Any, name: str, side: Side) -> list[types.ModuleType]:
 
 def trust_every_step(patch: pytest.MonkeyPatch, side: Side) -> None:
     """Let no proof find out what a guard does not."""
-    for file in module_of(part(side, "decode/proof"), "compared", side):
+    for file in module_of(part(side, "decode/validation"), "compared", side):
         patch.setattr(file, "compared", lambda *given: (0.0, True))
 
 
@@ -414,7 +417,7 @@ def trust_every_step(patch: pytest.MonkeyPatch, side: Side) -> None:
 def test_a_captured_forward_would_not_be_replayed(place: Path, name: str) -> None:
     package("llama", place)
     _, ours = sides("llama")
-    snapshot, settings = part(ours, "core/snapshot").Snapshot(ours.model), part(ours, "core/process").settings
+    snapshot, settings = part(ours, "guards/snapshot").Snapshot(ours.model), part(ours, "core/process").settings
     before = settings()
     assert snapshot.is_mapped() and snapshot.is_current()  # noqa: PT018
     with CHANGES[name](ours):
@@ -446,7 +449,7 @@ def test_a_refusal_holds_until_the_model_is_another(place: Path, monkeypatch: py
     _, ours = sides("llama")
     reasons = part(ours, "core/backend")
     tried: list[float] = []
-    for file in module_of(part(ours, "decode/proof"), "compared", ours):
+    for file in module_of(part(ours, "decode/validation"), "compared", ours):
         monkeypatch.setattr(file, "compared", lambda *given: (tried.append(0.5) or 0.5, False))
     reasons.reset_fallbacks()
     for _ in range(3):
@@ -477,7 +480,7 @@ def test_methods_of_the_loop_that_it_stands_for(place: Path) -> None:
     package("llama", place)
     _, ours = sides("llama")
     reasons = part(ours, "core/backend")
-    fitness = part(ours, "decode/fitness")
+    fitness = part(ours, "decode/eligibility")
     assert {"_prefill", "_has_unfinished_sequences"} <= fitness._LOOP
     for name in sorted(fitness._LOOP):
         reasons.reset_fallbacks()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_rewrite_runtime.decode.changes import Before, Kept
+from hf_rewrite_runtime.decode.side_effects import Before, Kept
 
 
 class Part(nn.Module):

@@ -13,15 +13,15 @@ from layouts import LAYOUTS
 from mixture import Gate, Norm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_rewrite_runtime.attention.rotary import rotary, rotary_single
 from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.linear.gated_activation import gated_activation
+from hf_rewrite_runtime.linear.packing import packed_linear
 from hf_rewrite_runtime.norms.add_layer_norm import add_layer_norm
 from hf_rewrite_runtime.norms.add_norm import add_norm
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
 from hf_rewrite_runtime.norms.layer_norm import layer_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products.gated_activation import gated_activation
-from hf_rewrite_runtime.products.packing import packed_linear
+from hf_rewrite_runtime.rope.rotary import rotary, rotary_single
 
 experts = importlib.import_module("hf_rewrite_runtime.moe.experts")
 router = importlib.import_module("hf_rewrite_runtime.moe.router")

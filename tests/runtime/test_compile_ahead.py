@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from hf_rewrite_runtime.core import backend, launch
-from hf_rewrite_runtime.core.compile_ahead import compile_all, variants
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.device.compile_ahead import compile_all, variants
+from hf_rewrite_runtime.launching import launch
+from hf_rewrite_runtime.linear.gated_activation import gated_activation
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products.gated_activation import gated_activation
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 

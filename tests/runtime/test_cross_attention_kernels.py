@@ -12,14 +12,14 @@ import transformers
 from conftest import INTERPRETED
 
 from hf_rewrite_runtime.attention import masked_attention
-from hf_rewrite_runtime.core import launch
-from hf_rewrite_runtime.core.explain import explain
-from hf_rewrite_runtime.decode import fitness
-from hf_rewrite_runtime.decode.generation import GraphGeneration
-from hf_rewrite_runtime.products.step_products import StepProducts
+from hf_rewrite_runtime.core.explanation import explain
+from hf_rewrite_runtime.decode import eligibility
+from hf_rewrite_runtime.generate.generation import GraphGeneration
+from hf_rewrite_runtime.launching import launch
+from hf_rewrite_runtime.lazy.step_products import StepProducts
 
 pytestmark = [
-    pytest.mark.skipif(not fitness.can_watch(), reason="a loop that cannot be watched"),
+    pytest.mark.skipif(not eligibility.can_watch(), reason="a loop that cannot be watched"),
     *([] if INTERPRETED else [pytest.mark.gpu]),
 ]
 

@@ -18,14 +18,14 @@ from hf_rewrite_runtime.attention.masked_attention import masked_attention
 from hf_rewrite_runtime.attention.step_attention import StepAttention
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.cache.token import write_token
-from hf_rewrite_runtime.core import launch
+from hf_rewrite_runtime.launching import launch
+from hf_rewrite_runtime.lazy.pending_ops import POINTS, activation_of
+from hf_rewrite_runtime.lazy.pointwise_fusion import FUNCTIONS
+from hf_rewrite_runtime.lazy.step_products import StepProducts
+from hf_rewrite_runtime.linear.conv1d_weight import launch_transposed
+from hf_rewrite_runtime.linear.prologue import LayerNormPrologue
 from hf_rewrite_runtime.norms.add_layer_norm import add_layer_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products.chain import FUNCTIONS
-from hf_rewrite_runtime.products.deferred import POINTS, activation_of
-from hf_rewrite_runtime.products.prologue import LayerNormPrologue
-from hf_rewrite_runtime.products.step_products import StepProducts
-from hf_rewrite_runtime.products.transposed import launch_transposed
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 SIZE = 16

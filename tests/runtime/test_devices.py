@@ -12,7 +12,7 @@ from torch.utils._device import _device_constructors
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.generate.generation import GraphGeneration
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
 ALLOCATING = {f"{kind.__module__ or 'torch'}.{kind.__name__}" for kind in _device_constructors()}

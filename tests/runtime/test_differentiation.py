@@ -17,23 +17,24 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from hf_rewrite_runtime.attention.native_gqa import grouped_attention, grouped_matmul, native_gqa
-from hf_rewrite_runtime.attention.rotary import rotary, rotary_single
+from hf_rewrite_runtime.attention.grouped_query import grouped_attention, grouped_matmul, native_gqa
 from hf_rewrite_runtime.attention.segment_attention import segment_attention, segment_attention_weights
-from hf_rewrite_runtime.core import backend, launch
-from hf_rewrite_runtime.fp8.add_rms_norm import fp8_add_norm
-from hf_rewrite_runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, fp8_packed_linear
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.fp8.fp8_add_rms_norm import fp8_add_norm
+from hf_rewrite_runtime.fp8.fp8_linear import fp8_gated_linear, fp8_gated_product, fp8_linear, fp8_packed_linear
+from hf_rewrite_runtime.launching import launch
+from hf_rewrite_runtime.linear.gated_activation import gated_activation
+from hf_rewrite_runtime.linear.gated_product import gated_product
+from hf_rewrite_runtime.linear.gemm import routed_linear, routed_packed_linear
+from hf_rewrite_runtime.linear.linear import gated_linear, linear
+from hf_rewrite_runtime.linear.packed_gemv import packed_step
+from hf_rewrite_runtime.linear.packing import packed_linear
+from hf_rewrite_runtime.linear.patch_product import patch_product
 from hf_rewrite_runtime.norms.add_norm import add_norm
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
 from hf_rewrite_runtime.norms.layer_norm import layer_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products.gated_activation import gated_activation
-from hf_rewrite_runtime.products.gated_product import gated_product
-from hf_rewrite_runtime.products.gemm import routed_linear, routed_packed_linear
-from hf_rewrite_runtime.products.linear import gated_linear, linear
-from hf_rewrite_runtime.products.packed_step import packed_step
-from hf_rewrite_runtime.products.packing import packed_linear
-from hf_rewrite_runtime.products.patch_product import patch_product
+from hf_rewrite_runtime.rope.rotary import rotary, rotary_single
 from rewrite import operators
 
 experts = importlib.import_module("hf_rewrite_runtime.moe.experts")

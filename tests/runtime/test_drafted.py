@@ -12,17 +12,19 @@ from test_other_models import pair as other_pair
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from hf_rewrite_runtime.cache.names import given_back, passed_on
-from hf_rewrite_runtime.core.explain import explain
-from hf_rewrite_runtime.decode import alignment, graph_store, loop, window
-from hf_rewrite_runtime.decode import assistant as assisting
-from hf_rewrite_runtime.decode.drafted import Worth
-from hf_rewrite_runtime.decode.fitness import makes_cache_position
-from hf_rewrite_runtime.decode.graph_store import store_of
-from hf_rewrite_runtime.decode.lookup import look_up
+from hf_rewrite_runtime.cache.cache_argument import given_back, passed_on
+from hf_rewrite_runtime.core.explanation import explain
+from hf_rewrite_runtime.decode import graph_cache
+from hf_rewrite_runtime.decode.eligibility import makes_cache_position
+from hf_rewrite_runtime.decode.graph_cache import store_of
 from hf_rewrite_runtime.decode.policy import GraphPolicy
-from hf_rewrite_runtime.decode.sampling import Lookup, Sampling, StepState
-from hf_rewrite_runtime.decode.window import Window
+from hf_rewrite_runtime.generate import decode_loop
+from hf_rewrite_runtime.sampling.prompt_lookup import look_up
+from hf_rewrite_runtime.sampling.sampling import Lookup, Sampling, StepState
+from hf_rewrite_runtime.speculative import draft_model as assisting
+from hf_rewrite_runtime.speculative import left_pad_rows, verify_step
+from hf_rewrite_runtime.speculative.speculative_loop import Worth
+from hf_rewrite_runtime.speculative.verify_step import Window
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 LOOKUP = {"do_sample": False, "prompt_lookup_num_tokens": 4}
@@ -82,9 +84,9 @@ def plant_rows(monkeypatch: pytest.MonkeyPatch, text: torch.Tensor, right: list[
         state.drafted.fill_(lookup.tokens)
         state.matched.fill_(1)
 
-    for module in (alignment, loop, window):
+    for module in (left_pad_rows, decode_loop, verify_step):
         monkeypatch.setattr(module, "look_up", planted)
-    monkeypatch.setattr("hf_rewrite_runtime.decode.greedy.look_up", planted)
+    monkeypatch.setattr("hf_rewrite_runtime.sampling.greedy.look_up", planted)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
@@ -173,7 +175,7 @@ def test_drawn_tokens_have_the_distribution_of_plain_sampling() -> None:
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(3000):
         state.position.zero_()
-        window.check(odds.log()[None], state, sampling)
+        verify_step.check(odds.log()[None], state, sampling)
         counts[tuple(state.sequence[0, 1 : 1 + int(state.taken)].tolist())] += 1
     first, second, third = odds.tolist()
     expected = {(token,): first[token] for token in (1, 2)} | {
@@ -207,8 +209,8 @@ def test_a_seed_draws_the_same_text_and_another_seed_another(taken: list[list[in
 def test_near_the_end_of_the_cache_and_beyond(
     monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
 ) -> None:
-    monkeypatch.setattr(loop, "FIRST_ROOM", 6)
-    monkeypatch.setattr(graph_store, "ROUNDING", 4)
+    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 6)
+    monkeypatch.setattr(graph_cache, "ROUNDING", 4)
     model, original = pair("mistral")
     inputs = prompt(1)
     theirs = run(original, inputs, **GREEDY, max_new_tokens=30)
@@ -273,8 +275,8 @@ def test_drafts_are_those_of_transformers(ngram: int, eos: list[int] | None) -> 
 
 def test_without_a_match_there_is_no_step_of_several(monkeypatch: pytest.MonkeyPatch, taken: list[list[int]]) -> None:
     model, original = pair()
-    monkeypatch.setattr(loop, "look_up", lambda state, lookup, eos: state.drafted.zero_())
-    monkeypatch.setattr("hf_rewrite_runtime.decode.greedy.look_up", lambda state, lookup, eos: state.drafted.zero_())
+    monkeypatch.setattr(decode_loop, "look_up", lambda state, lookup, eos: state.drafted.zero_())
+    monkeypatch.setattr("hf_rewrite_runtime.sampling.greedy.look_up", lambda state, lookup, eos: state.drafted.zero_())
     same(run(model, prompt(1), **LOOKUP), run(original, prompt(1), **GREEDY))
     assert taken == []
 
@@ -396,8 +398,8 @@ def test_weights_that_a_later_first_step_moves_leave_no_graph_of_before(monkeypa
 def test_drafts_of_another_model_end_where_the_cache_does(
     monkeypatch: pytest.MonkeyPatch, taken: list[list[int]]
 ) -> None:
-    monkeypatch.setattr(loop, "FIRST_ROOM", 12)
-    monkeypatch.setattr(graph_store, "ROUNDING", 4)
+    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 12)
+    monkeypatch.setattr(graph_cache, "ROUNDING", 4)
     model, original = pair()
     assistant, _ = pair()
     same(run(model, prompt(1), **GREEDY, assistant_model=assistant, max_new_tokens=40),

@@ -11,15 +11,17 @@ from test_drafted import DEVICE, GREEDY, LOOKUP, always, plant_rows, repeating, 
 from test_generation import EOS, MODELS, Sink, V, gpu, loops, pair, prompt, run, same, tokenizer
 from transformers import WhisperConfig, WhisperForCausalLM
 
-from hf_rewrite_runtime.decode import graph_store, loop, window
-from hf_rewrite_runtime.decode.alignment import Alignment, align, fall_in, tables_of
-from hf_rewrite_runtime.decode.assistant import Assistant
-from hf_rewrite_runtime.decode.drafted import DraftedLoop, Worth
-from hf_rewrite_runtime.decode.generation import GraphGeneration
-from hf_rewrite_runtime.decode.graph import DecodeGraph
-from hf_rewrite_runtime.decode.graph_store import store_of
-from hf_rewrite_runtime.decode.sampling import Lookup, Sampling, StepState
-from hf_rewrite_runtime.decode.window import RaggedWindow
+from hf_rewrite_runtime.decode import graph_cache
+from hf_rewrite_runtime.decode.graph_cache import store_of
+from hf_rewrite_runtime.decode.step_graph import DecodeGraph
+from hf_rewrite_runtime.generate import decode_loop
+from hf_rewrite_runtime.generate.generation import GraphGeneration
+from hf_rewrite_runtime.sampling.sampling import Lookup, Sampling, StepState
+from hf_rewrite_runtime.speculative import verify_step
+from hf_rewrite_runtime.speculative.draft_model import Assistant
+from hf_rewrite_runtime.speculative.left_pad_rows import Alignment, align, fall_in, tables_of
+from hf_rewrite_runtime.speculative.speculative_loop import DraftedLoop, Worth
+from hf_rewrite_runtime.speculative.verify_step import RaggedWindow
 
 __all__ = ["always", "taken", "tokenizer"]
 
@@ -145,7 +147,7 @@ def test_drawn_rows_have_the_distribution_of_plain_sampling(level: bool) -> None
             at = torch.tensor([min(len(row), 2) for row in made], device=DEVICE)[:, None]
             at = (at + torch.arange(3, device=DEVICE)).clamp_max(2)  # each place of a row has its own distribution
             state.drafts[:, :2] = torch.tensor([[0, 1], [1, 2]], device=DEVICE).gather(1, at[:, :2].clamp_max(1))
-            window.check(odds.gather(1, at[..., None].expand(-1, -1, 3)).log(), state, sampling, not level)
+            verify_step.check(odds.gather(1, at[..., None].expand(-1, -1, 3)).log(), state, sampling, not level)
             for row, count in enumerate(state.taken.tolist()):
                 made[row] += state.chosen[row, :count].tolist()
         for row in range(2):
@@ -175,8 +177,8 @@ def test_a_seed_draws_the_same_rows_and_another_seed_others(taken: list[list[int
 def test_near_the_end_of_the_cache_and_beyond(
     monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
 ) -> None:
-    monkeypatch.setattr(loop, "FIRST_ROOM", 6)
-    monkeypatch.setattr(graph_store, "ROUNDING", 4)
+    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 6)
+    monkeypatch.setattr(graph_cache, "ROUNDING", 4)
     model, original = pair("mistral")
     inputs = prompt(4)
     theirs = original.generate(**inputs, **GREEDY, **TOKENS)
@@ -312,7 +314,7 @@ def test_a_row_that_has_ended_takes_nothing_more(ragged: bool, end: int, taken: 
     state.drafts[:, :2] = torch.tensor([1, 2], device=DEVICE)
     state.finished[1] = True
     ids = [torch.tensor([token], device=DEVICE) for token in (end, 7)]
-    window.check(logits, state, Sampling([], False, *ids, lookup=Lookup(2, 0)), ragged)
+    verify_step.check(logits, state, Sampling([], False, *ids, lookup=Lookup(2, 0)), ragged)
     assert state.taken.tolist() == taken
     assert state.input_ids[:, 0].tolist() == last
     assert state.finished.tolist() == [True, True, end == 2]

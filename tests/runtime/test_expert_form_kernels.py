@@ -18,7 +18,7 @@ from hf_rewrite_runtime.moe.form import Gating
 
 experts = importlib.import_module("hf_rewrite_runtime.moe.experts")
 every_expert = importlib.import_module("hf_rewrite_runtime.moe.every_expert")
-transposed = importlib.import_module("hf_rewrite_runtime.moe.transposed")
+transposed = importlib.import_module("hf_rewrite_runtime.moe.experts_in_out")
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

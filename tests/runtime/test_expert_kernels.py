@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from hf_rewrite_runtime.core import arrivals, backend
-from hf_rewrite_runtime.moe.joined_experts import are_joined
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.device import split_k_semaphores
+from hf_rewrite_runtime.moe.batched_experts import are_joined
 
 experts = importlib.import_module("hf_rewrite_runtime.moe.experts")
 router = importlib.import_module("hf_rewrite_runtime.moe.router")
@@ -215,7 +216,7 @@ def test_experts_that_tokens_share_are_read_once(
     for _ in range(2):  # the second finds the counters as the first left them
         check_experts(inputs)
     check_experts((*inputs[:5], None), "gelu")
-    assert not any(counters.any() for counters in arrivals._by_stream.get((inputs[0].get_device(), 0), []))
+    assert not any(counters.any() for counters in split_k_semaphores._by_stream.get((inputs[0].get_device(), 0), []))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.core.explain import Explanation, explain
-from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.core.explanation import Explanation, explain
 from hf_rewrite_runtime.forward.captured import CapturedForward
+from hf_rewrite_runtime.generate.generation import GraphGeneration
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
 
 COUNTED = "rms_norm: eps_is_a_tensor"

@@ -14,14 +14,14 @@ from conftest import INTERPRETED, KERNEL_DTYPES
 from tolerances import assert_as_exact_as
 from torch import Tensor, nn
 
-from hf_rewrite_runtime.core import backend, deferring, layout
+from hf_rewrite_runtime.core import backend, lazy_hooks, output_layout
 from hf_rewrite_runtime.forward import functions
 from hf_rewrite_runtime.forward.functions import ForwardFunctions
+from hf_rewrite_runtime.lazy import fusion_place, fusion_rows, fusion_text
+from hf_rewrite_runtime.lazy.fusion_text import LARGE
 from hf_rewrite_runtime.norms.add_layer_norm import add_layer_norm
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products import chain_place, chain_rows, chain_text
-from hf_rewrite_runtime.products.chain_text import LARGE
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
@@ -32,20 +32,20 @@ Function = Callable[..., Any]
 def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the chains' kernels are, in the order of their launches."""
     found: list[str] = []
-    run = chain_text.launch_text
+    run = fusion_text.launch_text
 
-    def recorded(made: chain_text.Text, outs: Any) -> None:
+    def recorded(made: fusion_text.Text, outs: Any) -> None:
         found.append(made.text)
         run(made, outs)
 
-    monkeypatch.setattr(chain_text, "launch_text", recorded)
-    monkeypatch.setattr(chain_rows, "launch_text", recorded)
+    monkeypatch.setattr(fusion_text, "launch_text", recorded)
+    monkeypatch.setattr(fusion_rows, "launch_text", recorded)
     return found
 
 
 @torch.no_grad()
 def forward(function: Function, *given: Any, free: bool = True) -> Any:
-    with layout.free(free), ForwardFunctions(poisons=True):
+    with output_layout.free(free), ForwardFunctions(poisons=True):
         return function(*given)
 
 
@@ -370,7 +370,7 @@ def test_what_a_large_chain_took_in_is_not_written_besides(device: torch.device,
 
 def test_steps_alone_have_kernels_of_steps(device: torch.device) -> None:
     with torch.no_grad(), ForwardFunctions():
-        assert not deferring.defers()
+        assert not lazy_hooks.defers()
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_steps_alone_have_kernels_of_steps(device: torch.device) -> None:
 def test_coordinates_are_sums_or_unknown(
     shape: Any, strides: Any, into: Any, parts: Any, device: torch.device
 ) -> None:
-    assert chain_place._parts(shape, strides, into) == parts
+    assert fusion_place._parts(shape, strides, into) == parts
 
 
 def test_in_inference_mode(device: torch.device, texts: list[str]) -> None:
@@ -400,7 +400,7 @@ def test_in_inference_mode(device: torch.device, texts: list[str]) -> None:
 
     with torch.inference_mode():
         wanted = function(x)
-        with layout.free(), ForwardFunctions(poisons=True):
+        with output_layout.free(), ForwardFunctions(poisons=True):
             ours = function(x)
         exact = F.layer_norm(wanted[1].double(), (64,), weight.double())
         assert_as_exact_as(wanted[0], ours[0], exact, torch.finfo(torch.float32).eps)

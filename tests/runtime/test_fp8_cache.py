@@ -21,13 +21,13 @@ from torch import Tensor
 
 from hf_rewrite_runtime.cache.fp8_layer import Fp8Layer
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
-from hf_rewrite_runtime.decode.graph import DecodeGraph
-from rewrite.engine.build import build
+from hf_rewrite_runtime.decode.step_graph import DecodeGraph
+from rewrite.codemod.build import build
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.upstream.source import resolve
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -170,9 +170,9 @@ def test_a_package_whose_kernel_has_it_is_noticed(llama: Pair, monkeypatch: pyte
 
     monkeypatch.setattr(layer, "read", read)
     given = prompt(3, 9)
-    runtime_part(llama.package.__name__, "decode/graph_store").release_graphs(llama.ours)
+    runtime_part(llama.package.__name__, "decode/graph_cache").release_graphs(llama.ours)
     ours, reference = llama.ours_in_8_bits(**given), llama.rounded(**given)
-    runtime_part(llama.package.__name__, "decode/graph_store").release_graphs(llama.ours)
+    runtime_part(llama.package.__name__, "decode/graph_cache").release_graphs(llama.ours)
     assert float((ours.logits[1] - reference.logits[1]).norm() / reference.logits[1].norm()) > 100 * ROUNDED_CACHE
 
 
@@ -193,7 +193,7 @@ def test_a_cache_is_continued_and_handed_back(llama: Pair) -> None:
 
 
 def test_a_text_moves_to_a_larger_cache(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = runtime_part(llama.package.__name__, "decode/loop")
+    loop = runtime_part(llama.package.__name__, "generate/decode_loop")
     monkeypatch.setattr(loop, "FIRST_ROOM", 8)
     given = prompt(2, 250) | {"max_new_tokens": 30, "min_new_tokens": 30}
     ours = llama.ours_in_8_bits(**given)

@@ -12,11 +12,11 @@ from tolerances import IN_AN_EXPONENT, assert_as_exact_as
 from torch import Tensor
 
 from hf_rewrite_runtime.attention.decode_attention import ScoreRule, Split, _reference, decode_attention, launch
-from hf_rewrite_runtime.attention.rope_cache import Rotation, rope_cache
 from hf_rewrite_runtime.cache.fp8_layer import Fp8Layer
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.products.prologue import Prologue
+from hf_rewrite_runtime.linear.prologue import Prologue
+from hf_rewrite_runtime.rope.rope_cache import Rotation, rope_cache
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)

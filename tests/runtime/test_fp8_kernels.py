@@ -17,20 +17,18 @@ from torch import Tensor, nn
 
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.core.e4m3 import Quantized, dtype_for, has_fp8, quantize
-from hf_rewrite_runtime.core.launch import Target
-from hf_rewrite_runtime.fp8 import add_rms_norm as fp8_add_rms_norm
-from hf_rewrite_runtime.fp8 import gated_activation as fp8_gated_activation
-from hf_rewrite_runtime.fp8 import linear as fp8_linear_file
-from hf_rewrite_runtime.fp8 import rows as fp8_rows
-from hf_rewrite_runtime.fp8 import step as fp8_step
-from hf_rewrite_runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, is_step
-from hf_rewrite_runtime.fp8.qkv_step import fp8_qkv_step
-from hf_rewrite_runtime.fp8.rows import quantized_rows
-from hf_rewrite_runtime.fp8.weights import refresh
+from hf_rewrite_runtime.device.e4m3 import Quantized, dtype_for, has_fp8, quantize
+from hf_rewrite_runtime.fp8 import fp8_add_rms_norm, fp8_gated_activation, fp8_rows
+from hf_rewrite_runtime.fp8 import fp8_gemv as fp8_step
+from hf_rewrite_runtime.fp8 import fp8_linear as fp8_linear_file
+from hf_rewrite_runtime.fp8.fp8_linear import fp8_gated_linear, fp8_gated_product, fp8_linear, is_step
+from hf_rewrite_runtime.fp8.fp8_qkv_step import fp8_qkv_step
+from hf_rewrite_runtime.fp8.fp8_rows import quantized_rows
+from hf_rewrite_runtime.fp8.fp8_weights import refresh
+from hf_rewrite_runtime.launching.launch import Target
+from hf_rewrite_runtime.linear.gated_activation import gated_activation
+from hf_rewrite_runtime.linear.linear import linear
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
-from hf_rewrite_runtime.products.gated_activation import gated_activation
-from hf_rewrite_runtime.products.linear import linear
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)

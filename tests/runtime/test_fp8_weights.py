@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.core.e4m3 import quantize
-from hf_rewrite_runtime.core.explain import explain
-from hf_rewrite_runtime.decode.generation import GraphGeneration
-from hf_rewrite_runtime.fp8 import weights as fp8_weights
-from hf_rewrite_runtime.fp8.generation import Fp8GraphGeneration
-from hf_rewrite_runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, fp8_packed_linear
-from hf_rewrite_runtime.products.packing import packed_linear
+from hf_rewrite_runtime.core.explanation import explain
+from hf_rewrite_runtime.device.e4m3 import quantize
+from hf_rewrite_runtime.fp8 import fp8_weights
+from hf_rewrite_runtime.fp8.fp8_generation import Fp8GraphGeneration
+from hf_rewrite_runtime.fp8.fp8_linear import fp8_gated_linear, fp8_gated_product, fp8_linear, fp8_packed_linear
+from hf_rewrite_runtime.generate.generation import GraphGeneration
+from hf_rewrite_runtime.linear.packing import packed_linear
 
 
 class Block(nn.Module):

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_rewrite_runtime.aiter import calls as aiter_calls
-from hf_rewrite_runtime.core import aiter_probe, backend, tables
-from hf_rewrite_runtime.core.explain import explain
-from hf_rewrite_runtime.products import gemm, packing, preshuffle
-from hf_rewrite_runtime.products.gemm import Product, routed_linear, routed_packed_linear
+from hf_rewrite_runtime.aiter import aiter_calls
+from hf_rewrite_runtime.core import aiter_probe, backend
+from hf_rewrite_runtime.core.explanation import explain
+from hf_rewrite_runtime.launching import card_tables
+from hf_rewrite_runtime.linear import gemm, packing, preshuffle
+from hf_rewrite_runtime.linear.gemm import Product, routed_linear, routed_packed_linear
 
 INPUTS, OUTPUTS = 32, 48
 
@@ -26,14 +27,14 @@ INPUTS, OUTPUTS = 32, 48
 def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     backend.reset_fallbacks()
     monkeypatch.setattr(gemm, "PATHS", dict(gemm.PATHS))
-    monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(card_tables.VARIABLE, str(tmp_path))
     gemm._counts.clear()
-    tables.forget()
+    card_tables.forget()
     yield
     gemm.set_threshold(gemm.THRESHOLD)
     gemm.try_out({})
     gemm.listen(None)
-    tables.forget()
+    card_tables.forget()
 
 
 class Recorder:
@@ -64,8 +65,8 @@ def rows(count: int) -> Tensor:
 
 def write_table(products: dict[str, str]) -> None:
     entries = {size: {"path": path} for size, path in products.items()}
-    (tables.folder() / tables.GEMM).write_text(json.dumps({"cpu": {"products": entries}}))
-    tables.forget()
+    (card_tables.folder() / card_tables.GEMM).write_text(json.dumps({"cpu": {"products": entries}}))
+    card_tables.forget()
 
 
 @pytest.mark.parametrize("shape", [(2, 5, INPUTS), (1, INPUTS), (0, INPUTS), (INPUTS,), (3, 70, INPUTS)])
@@ -389,4 +390,4 @@ def test_aiter_s_order_is_used_once_proven(knows: bool, monkeypatch: pytest.Monk
     for _ in range(2):
         torch.testing.assert_close(routed_linear(x, module), module(x), atol=0.02, rtol=0.0)
     assert gemm.counts() == {"preshuffled" if knows else "vendor": 2}
-    assert backend.fallbacks() == ({} if knows else {("aiter.gemm", "differs"): 2})
+    assert backend.fallbacks() == ({} if knows else {("aiter.aiter_gemm", "differs"): 2})

@@ -39,18 +39,19 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from hf_rewrite_runtime.cache.cache_argument import given_back, passed_on
 from hf_rewrite_runtime.cache.layers import CacheFull
-from hf_rewrite_runtime.cache.names import given_back, passed_on
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.core.explain import explain
-from hf_rewrite_runtime.decode import fitness, generation, graph_store, loop, plan, proof, reasons, step_inputs
-from hf_rewrite_runtime.decode import graph as decode_graph
-from hf_rewrite_runtime.decode.fitness import recomputes_at_switch
-from hf_rewrite_runtime.decode.generation import GraphGeneration
-from hf_rewrite_runtime.decode.graph import DecodeGraph, UnknownCache
-from hf_rewrite_runtime.decode.graph_store import release_graphs, store_of
-from hf_rewrite_runtime.parallel import shards
+from hf_rewrite_runtime.core.explanation import explain
+from hf_rewrite_runtime.decode import eligibility, graph_cache, rank_agreement, recorded_inputs, validation
+from hf_rewrite_runtime.decode import step_graph as decode_graph
+from hf_rewrite_runtime.decode.eligibility import recomputes_at_switch
+from hf_rewrite_runtime.decode.graph_cache import release_graphs, store_of
+from hf_rewrite_runtime.decode.step_graph import DecodeGraph, UnknownCache
+from hf_rewrite_runtime.generate import decode_loop, generation, loop_reasons
+from hf_rewrite_runtime.generate.generation import GraphGeneration
+from hf_rewrite_runtime.tensor_parallel import shards
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -233,7 +234,7 @@ def test_positions_that_are_given_count_up():
     given = prompt()
     given["position_ids"] = given["attention_mask"].cumsum(-1) + 3
     same(run(model, given, **SAMPLINGS["greedy"]), run(original, given, **SAMPLINGS["greedy"]))
-    assert loops(model) == (["position_ids"] if fitness.repeats_given_positions(model) else [])
+    assert loops(model) == (["position_ids"] if eligibility.repeats_given_positions(model) else [])
 
 
 @pytest.mark.parametrize(
@@ -245,13 +246,13 @@ def test_positions_that_are_given_count_up():
     ],
 )
 def test_positions_are_taken_of_every_release_that_counts_them_up(has, repeats):
-    assert fitness.repeats_given_positions(types.SimpleNamespace(**dict.fromkeys(has))) is repeats
+    assert eligibility.repeats_given_positions(types.SimpleNamespace(**dict.fromkeys(has))) is repeats
 
 
 @pytest.mark.parametrize("size", [2, 4, 100])
 def test_a_prompt_in_chunks(size):
     model, original = pair("mistral")
-    if fitness.makes_cache_position(model):
+    if eligibility.makes_cache_position(model):
         pytest.skip("this transformers reads a prompt in chunks into a given cache only")
     arguments = {"do_sample": False, "prefill_chunk_size": size}
     same(run(model, prompt(padded=False), **arguments), run(original, prompt(padded=False), **arguments))
@@ -368,8 +369,8 @@ def test_max_time_ends_a_generation():
 
 
 def test_grows_past_its_capacity(monkeypatch):
-    monkeypatch.setattr(loop, "FIRST_ROOM", 6)
-    monkeypatch.setattr(graph_store, "ROUNDING", 4)
+    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 6)
+    monkeypatch.setattr(graph_cache, "ROUNDING", 4)
     model, original = pair("mistral")
     for sampling in ("greedy", "penalised"):
         arguments = dict(SAMPLINGS[sampling], max_new_tokens=60, eos_token_id=EOS[:2], output_logits=True)
@@ -433,7 +434,7 @@ def test_memory_is_bounded_and_given_back():
     for batch in range(1, 8):
         run(model, prompt(batch), do_sample=False, max_new_tokens=3)
     graphs = list(store_of(model).graphs.values())
-    assert len(graphs) == graph_store.GRAPHS_KEPT
+    assert len(graphs) == graph_cache.GRAPHS_KEPT
     assert sum(line.startswith("graph:") for line in explain(model).graphs) == len(graphs)
     assert "capacity 256" in str(explain(model))
     gone = [weakref.ref(graph.cache.layers[0].keys) for graph in graphs]
@@ -562,7 +563,7 @@ def test_reasons_of_the_model_and_its_inputs():
 
     def reason(inputs=None, **more):
         run(model, inputs or prompt(), **arguments, **more)
-        assert all(reason in reasons.REASONS for reason in explain(model).modules.get("", "").split(": ")[1:])
+        assert all(reason in loop_reasons.REASONS for reason in explain(model).modules.get("", "").split(": ")[1:])
         return loops(model)
 
     assert reason(with_holes(prompt())) == ["attention_mask"]
@@ -572,10 +573,10 @@ def test_reasons_of_the_model_and_its_inputs():
     handle = model.model.layers[0].register_forward_hook(lambda module, args, output: None)
     assert reason() == ["observed"]
     handle.remove()
-    assert fitness._unfit_model(model, True) == "gradient"
+    assert eligibility._unfit_model(model, True) == "gradient"
     model.set_attn_implementation("flex_attention")
     with torch.no_grad():
-        assert fitness.unfit_modules(model) == "attention_implementation"
+        assert eligibility.unfit_modules(model) == "attention_implementation"
     model.set_attn_implementation("sdpa")
     assert reason() == []
     model.train()
@@ -585,10 +586,10 @@ def test_reasons_of_the_model_and_its_inputs():
         assert reason() == ["autocast"]
     with torch.no_grad():
         model.model.rotary_emb.rope_type = "dynamic"
-        assert fitness.unfit_modules(model) == "rope_depends_on_length"
+        assert eligibility.unfit_modules(model) == "rope_depends_on_length"
         model.model.rotary_emb.rope_type = "default"
         model.compile()
-        assert fitness._unfit_model(model, True) == "compiled"
+        assert eligibility._unfit_model(model, True) == "compiled"
     model._compiled_call_impl = None
     assert reason() == []
 
@@ -653,7 +654,7 @@ def test_where_one_rounding_makes_other_logits_no_bit_may_move(seen, monkeypatch
     last.__class__ = blind_beyond(seen)(type(last))  # no layer behind it keeps what it makes of that
     verdicts = []
     monkeypatch.setattr(
-        decode_graph, "compared", lambda *given: verdicts.append(proof.compared(*given)) or verdicts[-1]
+        decode_graph, "compared", lambda *given: verdicts.append(validation.compared(*given)) or verdicts[-1]
     )
     run(model, prompt(padded=False), do_sample=False)
     assert loops(model) == (["step_differs"] if seen else [])
@@ -758,7 +759,7 @@ def test_an_attribute_that_the_model_itself_lacks_raises_as_in_the_original():
 def test_a_configuration_that_names_no_cache_layers_takes_the_original_loop(monkeypatch):
     """Release 5.0 counts none where `num_kv_shared_layers` is 0, and adds layers as they are written."""
     model, original = pair()
-    monkeypatch.setattr("hf_rewrite_runtime.decode.graph.DynamicCache", lambda config: DynamicCache())
+    monkeypatch.setattr("hf_rewrite_runtime.decode.step_graph.DynamicCache", lambda config: DynamicCache())
     for _ in range(2):
         inputs = prompt()
         mine, theirs = (run(m, {**inputs, passed_on(): DynamicCache()}, do_sample=False) for m in (model, original))
@@ -777,12 +778,13 @@ def test_a_configuration_without_a_number_of_layers_has_no_graph(monkeypatch):
 
 def test_every_reason_is_used():
     text = "".join(
-        inspect.getsource(module) for module in (fitness, generation, graph_store, loop, plan, shards, step_inputs)
+        inspect.getsource(module)
+        for module in (eligibility, generation, graph_cache, decode_loop, rank_agreement, shards, recorded_inputs)
     )
-    assert all(f'"{reason}"' in text for reason in reasons.REASONS)
+    assert all(f'"{reason}"' in text for reason in loop_reasons.REASONS)
     named = set(re.findall(r'(?:Unfit\(|_refuse\(graph, |"generate", )"(\w+)"', text))
     assert len(named) > 15
-    assert named <= reasons.REASONS.keys()
+    assert named <= loop_reasons.REASONS.keys()
 
 
 def test_the_graph_by_hand_equals_the_model():
@@ -842,7 +844,7 @@ def test_replays_equal_plain_calls(sampling, dtype):
 @gpu
 def test_nothing_waits_between_replays(monkeypatch):
     model, original = pair()
-    replay, replays = loop.Program.replay, []
+    replay, replays = decode_loop.Program.replay, []
 
     def watched(program):
         mode = torch.cuda.get_sync_debug_mode()
@@ -853,7 +855,7 @@ def test_nothing_waits_between_replays(monkeypatch):
             torch.cuda.set_sync_debug_mode(mode)
         replays.append(program)
 
-    monkeypatch.setattr(loop.Program, "replay", watched)
+    monkeypatch.setattr(decode_loop.Program, "replay", watched)
     for sampling in ("greedy", "penalised"):
         arguments = dict(SAMPLINGS[sampling], output_scores=True)
         same(run(model, prompt(), **arguments), run(original, prompt(), **arguments))
@@ -959,7 +961,7 @@ def test_inputs_of_a_model_s_own_are_taken_if_they_follow_from_the_token_before(
     for padded in (False, True):
         inputs = prompt(padded=padded)
         same(run(model, inputs, do_sample=False), run(original, inputs, do_sample=False))
-    assert loops(model) == ([] if marked or fitness.can_watch() else ["own_loop"])
+    assert loops(model) == ([] if marked or eligibility.can_watch() else ["own_loop"])
 
 
 @pytest.mark.parametrize("unfit", ["doubled", "scaled", "another", "unknown", "one_at_first"])
@@ -978,7 +980,7 @@ def test_inputs_that_do_not_follow_take_the_original_loop(unfit):
 
     model, original = owning(prepare)
     same(run(model, prompt(), do_sample=False), run(original, prompt(), do_sample=False))
-    assert loops(model) == ["inputs" if fitness.can_watch() else "own_loop"]
+    assert loops(model) == ["inputs" if eligibility.can_watch() else "own_loop"]
 
 
 def test_a_mask_that_a_model_makes_itself_is_not_another_s():
@@ -990,4 +992,4 @@ def test_a_mask_that_a_model_makes_itself_is_not_another_s():
     model, original = owning(prepare)
     original.__class__ = type("Other", (LlamaForCausalLM,), {"prepare_inputs_for_generation": prepare})
     same(run(model, prompt(), do_sample=False), run(original, prompt(), do_sample=False))
-    assert loops(model) == ["attention_mask" if fitness.can_watch() else "own_loop"]
+    assert loops(model) == ["attention_mask" if eligibility.can_watch() else "own_loop"]

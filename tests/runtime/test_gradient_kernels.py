@@ -15,18 +15,18 @@ from tolerances import LOSS, assert_as_exact_as, assert_same_gradient
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_rewrite_runtime.attention.rotary import rotary, rotary_single
 from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.linear.gated_product import gated_product
 from hf_rewrite_runtime.loss.cross_entropy import Shape, losses_and_gradients, total_loss
 from hf_rewrite_runtime.norms.add_layer_norm import add_layer_norm
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
 from hf_rewrite_runtime.norms.layer_norm import layer_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products.gated_product import gated_product
+from hf_rewrite_runtime.rope.rotary import rotary, rotary_single
 
 adding = importlib.import_module("hf_rewrite_runtime.norms.add_layer_norm")
 experts = importlib.import_module("hf_rewrite_runtime.moe.experts")
-gated = importlib.import_module("hf_rewrite_runtime.products.gated_activation")
+gated = importlib.import_module("hf_rewrite_runtime.linear.gated_activation")
 cross_entropy = importlib.import_module("hf_rewrite_runtime.loss.cross_entropy")
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]

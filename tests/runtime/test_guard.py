@@ -12,8 +12,8 @@ import pytest
 import transformers
 
 from hf_rewrite_runtime import __version__ as runtime_version
-from hf_rewrite_runtime.core import tables
-from hf_rewrite_runtime.origin import fingerprints, guard
+from hf_rewrite_runtime.compat import fingerprints, guard
+from hf_rewrite_runtime.launching import card_tables
 from rewrite.package import definitions
 
 ROOT = Path(transformers.__file__).parent
@@ -225,16 +225,18 @@ def test_a_runtime_of_another_patch_and_a_package_without_a_lock_are_not_spoken_
 
 
 def test_a_package_that_ships_tables_has_its_say(imported, tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "_shipped", [])
+    monkeypatch.setattr(card_tables, "_shipped", [])
     assert imported(version=transformers.__version__)
-    assert tables.folders() == [tables.folder()]
+    assert card_tables.folders() == [card_tables.folder()]
     for folder, entry in ((tmp_path / PACKAGE, [1]), (tmp_path / "own", [2])):
         folder.mkdir(exist_ok=True)
-        (folder / tables.TUNED).write_text(json.dumps({"chip": {"linear": entry, str(entry): None}}))
-    monkeypatch.setenv(tables.VARIABLE, str(tmp_path / "own"))
+        (folder / card_tables.TUNED).write_text(json.dumps({"chip": {"linear": entry, str(entry): None}}))
+    monkeypatch.setenv(card_tables.VARIABLE, str(tmp_path / "own"))
     assert imported(version=transformers.__version__)
-    assert tables.read(tables.TUNED) == {"chip": {"linear": [2], "[1]": None, "[2]": None}}  # the user's goes before
-    tables.forget()
+    assert card_tables.read(card_tables.TUNED) == {
+        "chip": {"linear": [2], "[1]": None, "[2]": None}
+    }  # the user's goes before
+    card_tables.forget()
 
 
 def test_a_keyword_that_is_gone(imported, tmp_path, monkeypatch):
@@ -278,7 +280,7 @@ def test_a_package_in_a_folder_of_models_is_imported_without_a_complaint(
     package = tmp_path / folder / "fast_one"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(
-        "from hf_rewrite_runtime.origin.guard import made_from\n"
+        "from hf_rewrite_runtime.compat.guard import made_from\n"
         "with made_from(__name__):\n    from . import modeling_fast\n"
     )
     (package / "modeling_fast.py").write_text(

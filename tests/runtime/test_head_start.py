@@ -13,14 +13,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
-from hf_rewrite_runtime.cache.names import given_back
-from hf_rewrite_runtime.core import backend, compile_ahead, launch
-from hf_rewrite_runtime.core.compile_ahead import Compilation, taking_turns
-from hf_rewrite_runtime.decode import loop
-from hf_rewrite_runtime.decode.generation import GraphGeneration
-from hf_rewrite_runtime.decode.graph_store import GraphStore, describe, store_of
+from hf_rewrite_runtime.cache.cache_argument import given_back
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.decode.graph_cache import GraphStore, describe, store_of
 from hf_rewrite_runtime.decode.prompt_graph import ROUNDING
-from hf_rewrite_runtime.fp8.generation import Fp8GraphGeneration
+from hf_rewrite_runtime.device import compile_ahead
+from hf_rewrite_runtime.device.compile_ahead import Compilation, taking_turns
+from hf_rewrite_runtime.fp8.fp8_generation import Fp8GraphGeneration
+from hf_rewrite_runtime.generate import decode_loop
+from hf_rewrite_runtime.generate.generation import GraphGeneration
+from hf_rewrite_runtime.launching import launch
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -83,7 +85,7 @@ def reasons() -> list[str]:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note every plain step and every replay."""
     steps: list[str] = []
-    for kind, name in ((loop.PlainStep, "plain"), (loop.Program, "graph")):
+    for kind, name in ((decode_loop.PlainStep, "plain"), (decode_loop.Program, "graph")):
 
         def noted(self: Any, replay: Any = kind.replay, name: str = name) -> None:
             steps.append(name)
@@ -188,7 +190,7 @@ def test_a_full_cache_is_left_for_a_larger_one(
     times: int, done_after: Any, monkeypatch: pytest.MonkeyPatch, counted: list[str]
 ) -> None:
     done_after(times)
-    monkeypatch.setattr(loop, "FIRST_ROOM", 8)
+    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 8)
     model, original = pair()
     (ours, _), (theirs, _) = (run(m, prompt(), max_new_tokens=300) for m in (model, original))
     assert torch.equal(ours.sequences, theirs.sequences)
@@ -240,19 +242,21 @@ def test_tokens_come_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch
         def end(self) -> None:
             events.append("end")
 
-    for module in ("core.compile_ahead", "decode.graph", "decode.prompt_graph"):
+    for module in ("device.compile_ahead", "decode.step_graph", "decode.prompt_graph"):
         monkeypatch.setattr(f"hf_rewrite_runtime.{module}.capture", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(compile_ahead.CompilerLoading, "__init__", lambda self, device: events.append("loading"))
-    monkeypatch.setattr(loop.GraphLoop, "captures", property(lambda self: True, lambda *given: None), raising=False)
+    monkeypatch.setattr(
+        decode_loop.GraphLoop, "captures", property(lambda self: True, lambda *given: None), raising=False
+    )
     monkeypatch.setattr(GraphStore, "_remember_idle", lambda self: None)
     monkeypatch.setattr(
-        "hf_rewrite_runtime.decode.graph.Compilation",
+        "hf_rewrite_runtime.decode.step_graph.Compilation",
         lambda *arguments: (events.append("compiling"), Compilation({}, DEVICE))[1],
     )
     model.register_forward_pre_hook(noted, with_kwargs=True)
-    monkeypatch.setattr("hf_rewrite_runtime.decode.fitness.backend.observed", lambda module: False)
+    monkeypatch.setattr("hf_rewrite_runtime.decode.eligibility.backend.observed", lambda module: False)
     inputs = {name: tensor[:1] for name, tensor in prompt().items()}
     model.generate(**inputs, max_new_tokens=4, streamer=Streamer())
     first = ["prompt", "loading", "plain 7", "token", "plain 1", "token", "collected 1", f"collected {ROUNDING}"]

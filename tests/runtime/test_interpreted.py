@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_rewrite_runtime.decode import fitness
+from hf_rewrite_runtime.decode import eligibility
 
 FOLDER = Path(__file__).parent
 TESTS = [*(path.name for path in sorted(FOLDER.glob("test_*kernels.py"))), "test_rotary_rows.py"]
@@ -27,7 +27,7 @@ HALF = ("test_kernels.py", "test_step_kernels.py")
 )
 @pytest.mark.parametrize("tests", TESTS)
 def test_kernels_under_the_interpreter(tests: str, brief: bool) -> None:
-    if tests == WATCHED and not fitness.can_watch():
+    if tests == WATCHED and not eligibility.can_watch():
         pytest.skip("loops of this transformers cannot be watched")
     chosen = ["-k", "not float16"] if brief or tests not in HALF else []
     if tests == "test_rotary_rows.py":

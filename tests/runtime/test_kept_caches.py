@@ -26,11 +26,11 @@ from transformers import (
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from hf_rewrite_runtime.cache import states
-from hf_rewrite_runtime.cache.alike import has_like
-from hf_rewrite_runtime.cache.names import passed_on
+from hf_rewrite_runtime.cache.cache_argument import passed_on
+from hf_rewrite_runtime.cache.layer_factory import has_like
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.decode.generation import GraphGeneration
-from hf_rewrite_runtime.decode.graph_store import release_graphs
+from hf_rewrite_runtime.decode.graph_cache import release_graphs
+from hf_rewrite_runtime.generate.generation import GraphGeneration
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

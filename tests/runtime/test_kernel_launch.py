@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_rewrite_runtime.core.launch import Kernel, LauncherNotBuilt
+from hf_rewrite_runtime.launching.launch import Kernel, LauncherNotBuilt
 from rewrite import runtime
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

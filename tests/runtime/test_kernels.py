@@ -13,14 +13,15 @@ from conftest import INTERPRETED, KERNEL_DTYPES
 from layouts import LAYOUTS
 from tolerances import assert_as_exact_as
 
-from hf_rewrite_runtime.attention.rotary import rotary, rotary_single
-from hf_rewrite_runtime.core import backend, rows
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.device import row_tiles
 from hf_rewrite_runtime.norms.add_layer_norm import add_layer_norm
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
 from hf_rewrite_runtime.norms.layer_norm import layer_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
+from hf_rewrite_runtime.rope.rotary import rotary, rotary_single
 
-gated_activation = importlib.import_module("hf_rewrite_runtime.products.gated_activation")
+gated_activation = importlib.import_module("hf_rewrite_runtime.linear.gated_activation")
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
@@ -113,7 +114,7 @@ def test_rms_norm_without_weight_and_of_tiny_rows(device: torch.device, dtype: t
 
 
 def test_rms_norm_of_many_short_rows(device: torch.device, poisoned: None) -> None:
-    assert rows.tile(16, 4097)[0] > 1
+    assert row_tiles.tile(16, 4097)[0] > 1
     check_rms_norm(torch.randn(4097, 16, device=device), torch.randn(16, device=device))
 
 

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.core.made import origin
+from hf_rewrite_runtime.core.recompute import origin
+from hf_rewrite_runtime.linear import linear_autograd
+from hf_rewrite_runtime.linear.packing import packed_linear
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products import learned
-from hf_rewrite_runtime.products.packing import packed_linear
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
@@ -208,7 +208,7 @@ def test_what_is_watched_is_called(device: torch.device, what: str) -> None:
     else:
         block.half()
     x = torch.randn(9, 32, device=device, requires_grad=True)
-    assert learned.learned_projections(x, [block.q, block.k, block.v]) is None
+    assert linear_autograd.learned_projections(x, [block.q, block.k, block.v]) is None
     if what != "dtype":
         packed_linear(x, block.q, block.k, block.v)[1].sum().backward()
         assert bool(seen) == (what == "hook")
@@ -242,7 +242,9 @@ def test_planted_bug_is_caught(device: torch.device, monkeypatch: pytest.MonkeyP
     block = Block().to(device)
     inputs = [torch.randn(9, 32, device=device) for _ in range(2)]
     right = derived(block, block, inputs)
-    monkeypatch.setattr(learned, "origin", lambda x: made._replace(again=stale) if (made := origin(x)) else None)
+    monkeypatch.setattr(
+        linear_autograd, "origin", lambda x: made._replace(again=stale) if (made := origin(x)) else None
+    )
     wrong = derived(block, block, inputs)
     with pytest.raises(AssertionError):
         assert_same_gradient(right[3], wrong[3])

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_rewrite_runtime.parallel import liveness
-from hf_rewrite_runtime.parallel.liveness import Peers, RankDied
+from hf_rewrite_runtime.tensor_parallel import liveness
+from hf_rewrite_runtime.tensor_parallel.liveness import Peers, RankDied
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="processes are looked up in /proc")
 

@@ -12,21 +12,13 @@ from conftest import INTERPRETED
 from torch import Tensor
 
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.core.launch import Target, chip_of
+from hf_rewrite_runtime.launching.launch import Target, chip_of
+from hf_rewrite_runtime.linear.blocks import FOURS, Blocks, _reference
+from hf_rewrite_runtime.linear.mma_fp4 import CROSSED, STRAIGHT, UP, exponent_scales, four_words, in_pairs, own_sums
 from hf_rewrite_runtime.moe import block_experts, mxfp4_experts
 from hf_rewrite_runtime.moe.experts import REASONS
 from hf_rewrite_runtime.moe.form import ExpertsForm, gated, gating
 from hf_rewrite_runtime.moe.mxfp4_experts import launch_down, launch_gate_up, launch_mxfp4_experts, rule, takes
-from hf_rewrite_runtime.products.blocks import FOURS, Blocks, _reference
-from hf_rewrite_runtime.products.own_sums import (
-    CROSSED,
-    STRAIGHT,
-    UP,
-    exponent_scales,
-    four_words,
-    in_pairs,
-    own_sums,
-)
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

@@ -14,11 +14,11 @@ from torch.nn.utils import parametrize
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.core.explain import explain
-from hf_rewrite_runtime.core.observers import has_own_forward, only_records
-from hf_rewrite_runtime.decode.generation import GraphGeneration
-from hf_rewrite_runtime.decode.graph_store import store_of
-from hf_rewrite_runtime.forward import fitness
+from hf_rewrite_runtime.core.explanation import explain
+from hf_rewrite_runtime.decode.graph_cache import store_of
+from hf_rewrite_runtime.forward import forward_eligibility
+from hf_rewrite_runtime.generate.generation import GraphGeneration
+from hf_rewrite_runtime.guards.observers import has_own_forward, only_records
 
 GPU = torch.cuda.is_available()
 
@@ -50,7 +50,7 @@ def taken(models: tuple[Any, Any], calls: int = 2) -> bool:
         assert torch.equal(*tokens)
     reasons = {reason for operator, reason in backend.fallbacks() if operator == "generate"}
     with torch.no_grad():
-        forward = fitness.unfit_model(model)
+        forward = forward_eligibility.unfit_model(model)
     assert (forward == "observed") == (reasons == {"observed"})
     assert reasons <= {"observed"}
     return not reasons

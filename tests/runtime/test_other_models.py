@@ -15,16 +15,17 @@ from transformers import BarkSemanticConfig, EncoderDecoderCache
 from transformers.models.bark.generation_configuration_bark import BarkSemanticGenerationConfig
 
 from hf_rewrite_runtime.cache import states
-from hf_rewrite_runtime.cache.names import asked_with, given_back
+from hf_rewrite_runtime.cache.cache_argument import asked_with, given_back
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.decode import fitness, graph_store, loop
-from hf_rewrite_runtime.decode.generation import GraphGeneration
-from hf_rewrite_runtime.decode.graph import DecodeGraph, UnknownCache
-from hf_rewrite_runtime.decode.graph_store import store_of
-from hf_rewrite_runtime.decode.step_length import StepLength
+from hf_rewrite_runtime.decode import eligibility, graph_cache
+from hf_rewrite_runtime.decode.device_length import StepLength
+from hf_rewrite_runtime.decode.graph_cache import store_of
+from hf_rewrite_runtime.decode.step_graph import DecodeGraph, UnknownCache
+from hf_rewrite_runtime.generate import decode_loop
+from hf_rewrite_runtime.generate.generation import GraphGeneration
 from rewrite.verify.models.configs import small_variants
 
-if states.LAYER is None or not fitness.can_watch():
+if states.LAYER is None or not eligibility.can_watch():
     pytest.skip("this transformers has no layers of states, or a loop that cannot be watched", allow_module_level=True)
 
 GPU = torch.cuda.is_available()
@@ -204,8 +205,8 @@ def test_a_cache_is_continued_also_where_a_row_ended_inside_of_a_chunk(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_grows_past_its_capacity(name, monkeypatch):
-    monkeypatch.setattr(loop, "FIRST_ROOM", 3)
-    monkeypatch.setattr(graph_store, "ROUNDING", 2)
+    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 3)
+    monkeypatch.setattr(graph_cache, "ROUNDING", 2)
     model, original = pair(name)
     same((model, asked(model)), (original, asked(model)), max_new_tokens=14)
     assert max(capacity for _, capacity in store_of(model).graphs) >= 14
@@ -277,7 +278,7 @@ def with_unmasked_window(window):
         model, original = pair("MoshiForCausalLM")
     finally:
         del MODELS["MoshiForCausalLM"]
-    return fitness.within_window(type(model)) and model, original
+    return eligibility.within_window(type(model)) and model, original
 
 
 def test_a_window_without_a_mask_holds_the_text_or_transformers_loop_runs(monkeypatch):
@@ -297,7 +298,7 @@ def test_a_window_without_a_mask_holds_the_text_or_transformers_loop_runs(monkey
         DecodeGraph(model, batch_size=2, capacity=17)
     DecodeGraph(model, batch_size=2, capacity=16)
     backend.reset_fallbacks()
-    monkeypatch.setattr(fitness, "unmasked_window", lambda *_: 99)
+    monkeypatch.setattr(eligibility, "unmasked_window", lambda *_: 99)
     with pytest.raises(AssertionError):  # a buffer would keep what the window forgets
         same((model, inputs), (original, inputs), max_new_tokens=24)
 

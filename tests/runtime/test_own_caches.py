@@ -15,21 +15,22 @@ import transformers
 from told_again import replays
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from hf_rewrite_runtime.cache import own
-from hf_rewrite_runtime.cache.grown import GrownLayer, grown_by, grows_in_layers
+from hf_rewrite_runtime.cache import custom_cache
+from hf_rewrite_runtime.cache.cache_argument import argument_of, asked_with, given_back
+from hf_rewrite_runtime.cache.custom_cache import OwnCache, keeps_own_cache, own_attributes, own_like
+from hf_rewrite_runtime.cache.extra_tensors import GrownLayer, grown_by, grows_in_layers
 from hf_rewrite_runtime.cache.layers import CacheFull, PreallocatedLayer
-from hf_rewrite_runtime.cache.names import argument_of, asked_with, given_back
-from hf_rewrite_runtime.cache.nested import Nested, UnknownState
-from hf_rewrite_runtime.cache.own import OwnCache, keeps_own_cache, own_attributes, own_like
+from hf_rewrite_runtime.cache.nested_tensors import Nested, UnknownState
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.decode import fitness, graph_store, loop
-from hf_rewrite_runtime.decode.carried import CarriedStates, hands_on_states, put_back
-from hf_rewrite_runtime.decode.fitness import Call
-from hf_rewrite_runtime.decode.generation import GraphGeneration
-from hf_rewrite_runtime.decode.graph import DecodeGraph, Program, UnknownCache
-from hf_rewrite_runtime.decode.graph_store import store_of
-from hf_rewrite_runtime.decode.proof import StepFails
+from hf_rewrite_runtime.decode import eligibility, graph_cache
+from hf_rewrite_runtime.decode.eligibility import Call
+from hf_rewrite_runtime.decode.graph_cache import store_of
+from hf_rewrite_runtime.decode.recurrent_state import CarriedStates, hands_on_states, put_back
+from hf_rewrite_runtime.decode.step_graph import DecodeGraph, Program, UnknownCache
+from hf_rewrite_runtime.decode.validation import StepFails
+from hf_rewrite_runtime.generate import decode_loop
+from hf_rewrite_runtime.generate.generation import GraphGeneration
 
 KINDS = {
     "MiniMaxForCausalLM": "minimax.modeling_minimax",
@@ -37,7 +38,7 @@ KINDS = {
     "MiniMaxM3VLForCausalLM": "minimax_m3_vl.modeling_minimax_m3_vl",
 }
 BESIDE, OBJECT, GROWN = KINDS
-if not all(hasattr(transformers, name) for name in KINDS) or not fitness.can_watch():
+if not all(hasattr(transformers, name) for name in KINDS) or not eligibility.can_watch():
     pytest.skip("this transformers lacks one of the models", allow_module_level=True)
 
 GPU = torch.cuda.is_available()
@@ -191,8 +192,8 @@ def test_what_is_left_is_memory_that_no_later_call_writes(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_text_moves_to_a_larger_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_store, "ROUNDING", 4)
-    monkeypatch.setattr(loop, "FIRST_ROOM", 3)
+    monkeypatch.setattr(graph_cache, "ROUNDING", 4)
+    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 3)
     models = pair(name)
     both(models, asked_of(name), max_new_tokens=20)
     both(models, asked_of(name, seed=1), max_new_tokens=20)
@@ -297,7 +298,7 @@ def test_no_drafts_for_states_that_cannot_go_back(name: str) -> None:
     model = pair(name)[0]
     call = Call(asked(1)["input_ids"], [], [], copy.deepcopy(model.generation_config), None, False, {})
     call.config.prompt_lookup_num_tokens = 3
-    assert fitness.lookup_of(model, call) == "drafts_for_states"
+    assert eligibility.lookup_of(model, call) == "drafts_for_states"
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -537,7 +538,7 @@ PLANTED: dict[str, tuple[Any, str, Any, str, Any]] = {
         GrownLayer, "take", PreallocatedLayer.take, GROWN, test_a_text_moves_to_a_larger_cache,
     ),
     "states lent": (
-        own, "_copied", lambda attributes: attributes, BESIDE,
+        custom_cache, "_copied", lambda attributes: attributes, BESIDE,
         test_what_is_left_is_memory_that_no_later_call_writes,
     ),
     "layers of a text before": (

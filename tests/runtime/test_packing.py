@@ -14,9 +14,9 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.products import memory, packing
-from hf_rewrite_runtime.products.packed_step import packed_step
-from hf_rewrite_runtime.products.packing import packed_linear
+from hf_rewrite_runtime.linear import joined_storage, packing
+from hf_rewrite_runtime.linear.packed_gemv import packed_step
+from hf_rewrite_runtime.linear.packing import packed_linear
 
 
 class Attention(nn.Module):
@@ -42,7 +42,7 @@ def packed(module):
     """Whether the weights lie one behind the other, each with a storage of its own."""
     weights = [getattr(module, name).weight for name in "qkv"]
     own = all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
-    return memory.joined(weights) is not None and own
+    return joined_storage.joined(weights) is not None and own
 
 
 def run(module, x):
@@ -485,8 +485,8 @@ def test_aliases_taken_after_packing_stay_aliases():
 def test_every_dtype_has_parts_with_storages_of_their_own(dtype):
     tensors = [torch.randn(rows, 4).to(dtype) for rows in (1, 3, 2)]
     values = [tensor.clone() for tensor in tensors]
-    whole = memory.join(tensors)
-    assert memory.joined(tensors) is whole
+    whole = joined_storage.join(tensors)
+    assert joined_storage.joined(tensors) is whole
     assert whole.shape == (6, 4)
     for tensor, value in zip(tensors, values, strict=True):
         assert tensor.stride() == (4, 1)
@@ -539,5 +539,5 @@ def test_weights_made_in_inference_mode_can_still_be_called_one_by_one(bias: boo
         for got in (packed_linear(x, *projections), [projection(x) for projection in projections]):
             for a, b in zip(got, wanted, strict=True):
                 torch.testing.assert_close(a, b)
-    assert memory.joined([projection.weight for projection in projections]) is not None
+    assert joined_storage.joined([projection.weight for projection in projections]) is not None
     assert all(parameter.is_inference() for projection in projections for parameter in projection.parameters())

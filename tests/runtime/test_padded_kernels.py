@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from conftest import INTERPRETED
 from torch import Tensor
 
-from hf_rewrite_runtime.attention.padded import HANDLERS
+from hf_rewrite_runtime.attention.padded_heads import HANDLERS
 from hf_rewrite_runtime.attention.step_attention import StepAttention
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
-from hf_rewrite_runtime.core import launch
-from hf_rewrite_runtime.products.chain import FUNCTIONS
-from hf_rewrite_runtime.products.step_products import StepProducts
+from hf_rewrite_runtime.launching import launch
+from hf_rewrite_runtime.lazy.pointwise_fusion import FUNCTIONS
+from hf_rewrite_runtime.lazy.step_products import StepProducts
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 HEADS, SLOTS, DIM, COUNT, AT = 2, 40, 20, 4, 17

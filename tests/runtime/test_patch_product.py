@@ -7,9 +7,9 @@ import torch
 from tolerances import assert_as_exact_as
 from torch import Tensor, nn
 
-from hf_rewrite_runtime.core import backend, layout
-from hf_rewrite_runtime.products import patch_product as operator
-from hf_rewrite_runtime.products.patch_product import multiplied, patch_product
+from hf_rewrite_runtime.core import backend, output_layout
+from hf_rewrite_runtime.linear import patch_product as operator
+from hf_rewrite_runtime.linear.patch_product import multiplied, patch_product
 
 KINDS = {
     "sound": (nn.Conv1d, (5,), (20,)),
@@ -53,7 +53,7 @@ def reason() -> str:
 def test_is_the_convolution(kind: str, bias: bool, free: bool, products: list[torch.Size]) -> None:
     module, x = layer(kind, bias=bias)
     expected = module(x)
-    with layout.free(free):
+    with output_layout.free(free):
         found = patch_product(x, module)
     assert products == [x.shape]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
@@ -188,7 +188,7 @@ def test_where_it_pays_on_a_gpu(
     weight = torch.empty(7, *kernel)
     x: object = OnCard(torch.bfloat16, 8, kernel[0], *sizes)
     assert operator._pays(x, weight) is pays  # type: ignore[arg-type]
-    with layout.free():
+    with output_layout.free():
         assert operator._pays(x, weight)  # type: ignore[arg-type]
         assert not operator._pays(OnCard(torch.float32, 8, kernel[0], *sizes), weight)  # type: ignore[arg-type]
 
@@ -202,7 +202,7 @@ def test_on_a_gpu(kind: str) -> None:
         module, x = layer(kind, dtype)
         module, x = module.cuda(), x.cuda()
         backend.reset_fallbacks()
-        with layout.free():  # kernels are small
+        with output_layout.free():  # kernels are small
             found, exact = patch_product(x, module), module.double()(x.double())
         assert not backend.fallbacks()
         assert_as_exact_as(module.to(dtype)(x), found, exact, torch.finfo(dtype).eps)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from hf_rewrite_runtime.cache.names import given_back, passed_on
+from hf_rewrite_runtime.cache.cache_argument import given_back, passed_on
 from hf_rewrite_runtime.cache.preallocated import needs_no_mask
-from hf_rewrite_runtime.core import backend, launch
-from hf_rewrite_runtime.decode.graph import DecodeGraph
+from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.decode.prompt_graph import MOST_TOKENS, ROUNDING, is_causal
+from hf_rewrite_runtime.decode.step_graph import DecodeGraph
+from hf_rewrite_runtime.launching import launch
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -192,12 +193,14 @@ def test_the_first_prompt_of_a_model_is_read_plainly_and_compiled_with_a_step(mo
         run()
         return SimpleNamespace(replay=run)
 
-    for module in ("core.compile_ahead", "decode.graph", "decode.prompt_graph"):
+    for module in ("device.compile_ahead", "decode.step_graph", "decode.prompt_graph"):
         monkeypatch.setattr(f"hf_rewrite_runtime.{module}.capture", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr("hf_rewrite_runtime.decode.graph.compiler_loading", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(
-        "hf_rewrite_runtime.decode.graph.compile_all", lambda jobs, device: events.append(("compiled", 0))
+        "hf_rewrite_runtime.decode.step_graph.compiler_loading", lambda device: contextlib.nullcontext()
+    )
+    monkeypatch.setattr(
+        "hf_rewrite_runtime.decode.step_graph.compile_all", lambda jobs, device: events.append(("compiled", 0))
     )
     model.register_forward_pre_hook(noted, with_kwargs=True)
     ids = prompt(1, 9)
@@ -230,7 +233,7 @@ def test_kernels_of_prompt_and_step_are_compiled_together_before_one_runs(monkey
         events.append([key[0].jit_function.__name__ for key in jobs])
 
     monkeypatch.setattr(norm, "forward", normed)
-    monkeypatch.setattr("hf_rewrite_runtime.decode.graph.compile_all", compiled)
+    monkeypatch.setattr("hf_rewrite_runtime.decode.step_graph.compile_all", compiled)
     ids = prompt(1, 9)
     with torch.no_grad():
         expected = model(ids).logits[:, -1]

@@ -8,12 +8,12 @@ from conftest import INTERPRETED, KERNEL_DTYPES
 from tolerances import assert_as_exact_as
 from torch import Tensor
 
-from hf_rewrite_runtime.attention.qkv_prompt import has_dense_rows, qkv_prompt
-from hf_rewrite_runtime.attention.rope_cache import Rotation
-from hf_rewrite_runtime.attention.rotary import rotary
 from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.linear.prologue import Prologue
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products.prologue import Prologue
+from hf_rewrite_runtime.rope.qkv_prefill import has_dense_rows, qkv_prompt
+from hf_rewrite_runtime.rope.rope_cache import Rotation
+from hf_rewrite_runtime.rope.rotary import rotary
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 ROTATIONS = [(16, False, False), (8, False, True), (8, True, False), (0, False, False)]

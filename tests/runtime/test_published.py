@@ -80,7 +80,7 @@ def test_fp8(packages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **options: None)
     modeling, _ = packages("qwen3_moe")
     model = modeling.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "published")
-    products = runtime_part("published_qwen3_moe", "products/block_linear")
+    products = runtime_part("published_qwen3_moe", "linear/block_linear")
     layer = model.model.layers[0]
     assert isinstance(layer.self_attn.q_proj, products.BlockLinear)
     assert layer.self_attn.q_proj.weight.dtype == torch.float8_e4m3fn

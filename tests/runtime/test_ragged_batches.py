@@ -12,8 +12,15 @@ from tolerances import WHOLE_FORWARD_IN_FP32
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_rewrite_runtime.core.explain import explain
-from hf_rewrite_runtime.forward import fitness, lengths, packing, padding, store, switch
+from hf_rewrite_runtime.core.explanation import explain
+from hf_rewrite_runtime.forward import (
+    bucket_check,
+    forward_cache,
+    forward_eligibility,
+    forward_settings,
+    length_buckets,
+    unpad,
+)
 from hf_rewrite_runtime.forward.captured import CapturedForward
 
 
@@ -24,7 +31,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     monkeypatch.setattr(CapturedForward, "_forward_without_graph", name == "cpu")
-    with switch.use_forward_graphs("always"), switch.use_ragged_batches(), torch.no_grad():
+    with forward_settings.use_forward_graphs("always"), forward_settings.use_ragged_batches(), torch.no_grad():
         yield name
 
 
@@ -98,21 +105,21 @@ def batch(device: str, *shown: int, left: bool = False, length: int = 40, seed: 
     return {"input_ids": torch.where(mask.bool(), ids, 1).to(device), "attention_mask": mask.to(device)}
 
 
-def check(model: Encoder, *calls: dict[str, Any]) -> store.ForwardStore:
+def check(model: Encoder, *calls: dict[str, Any]) -> forward_cache.ForwardStore:
     """Make calls, each of which has to give what the model gives where the mask shows a token."""
     for given in calls:
         found, wanted = model(**given), plain(model, **given)
         assert found.keys() == wanted.keys()
         shown = given["attention_mask"] != 0
-        for one, other in zip(padding.tensors_in(found), padding.tensors_in(wanted), strict=True):
+        for one, other in zip(bucket_check.tensors_in(found), bucket_check.tensors_in(wanted), strict=True):
             assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
             if one.shape[:2] == shown.shape:
                 one, other = one[shown], other[shown]
             torch.testing.assert_close(one, other, rtol=WHOLE_FORWARD_IN_FP32, atol=WHOLE_FORWARD_IN_FP32)
-    return store.store_of(model)
+    return forward_cache.store_of(model)
 
 
-def packed(kept: store.ForwardStore) -> list[int]:
+def packed(kept: forward_cache.ForwardStore) -> list[int]:
     return sorted(graph.cut.tokens for graph in kept.graphs.values() if graph.cut is not None and graph.cut.tokens)
 
 
@@ -158,33 +165,33 @@ def test_what_is_not_packed(device: str, shown: tuple[int, ...]) -> None:
     """One text, too little that is hidden, nothing that is shown."""
     model = made(device)
     given = batch(device, *shown, length=64)
-    text = lengths.text_of(model, ((), given), ())
+    text = length_buckets.text_of(model, ((), given), ())
     assert text is not None
-    assert packing.packed_text(text) is None
+    assert unpad.packed_text(text) is None
     model(**given)
-    assert not packed(store.store_of(model))
+    assert not packed(forward_cache.store_of(model))
 
 
 def test_it_is_on_request(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(device)
-    with switch.use_ragged_batches(False):
+    with forward_settings.use_ragged_batches(False):
         check(model, batch(device, 40, 3, 17, 9), batch(device, 30, 3, 17, 9))
-    assert not packed(store.store_of(model))
+    assert not packed(forward_cache.store_of(model))
     kept = check(model, batch(device, 40, 3, 17, 9), batch(device, 37, 3, 17, 9))
     assert packed(kept) == [96], "before the graph of the exact shape"
     with monkeypatch.context() as patch:  # undone before the fixture puts back what was there
-        patch.setattr(switch, "_ragged", None)
-        assert not switch.get_ragged_batches()
-        patch.setenv(switch.RAGGED_VARIABLE, "1")
-        assert switch.get_ragged_batches()
+        patch.setattr(forward_settings, "_ragged", None)
+        assert not forward_settings.get_ragged_batches()
+        patch.setenv(forward_settings.RAGGED_VARIABLE, "1")
+        assert forward_settings.get_ragged_batches()
 
 
 def test_packed_batches_are_not_mistaken_for_texts() -> None:
     """1/8 of 8 × 64 places are as many as one text has."""
     model = made("cpu")
-    text = lengths.text_of(model, ((), batch("cpu", *[8] * 8, length=64)), ())
+    text = length_buckets.text_of(model, ((), batch("cpu", *[8] * 8, length=64)), ())
     assert text is not None
-    found = packing.packed_text(text)
+    found = unpad.packed_text(text)
     assert found is not None
     assert found.tokens == 65
 
@@ -203,7 +210,7 @@ def test_layers_whose_tokens_know_each_other(device: str, act: Act) -> None:
     kept = check(model, *[batch(device, 40, 3, 17, 9, seed=seed) for seed in range(3)])
     assert not packed(kept)
     assert "packed_differ" in {refusal.reason for refusal in kept.unpadded.values()}
-    assert f"batches are not packed: {fitness.REASONS['packed_differ']}" in str(explain(model))
+    assert f"batches are not packed: {forward_eligibility.REASONS['packed_differ']}" in str(explain(model))
 
 
 def test_states_of_every_layer_are_not_packed(device: str) -> None:
@@ -224,12 +231,12 @@ BUGS: dict[str, tuple[str, Callable[..., Any]]] = {
     "tables of other places": ("_pack", lambda step, x: x if x.shape[0] == 1 else _pack(step, x)),
     "texts unpacked in another order": ("_unpack", lambda step, x: _unpack(step, x).flip(0)),
 }
-_pack, _unpack = packing.Packing._pack, packing.Packing._unpack
+_pack, _unpack = unpad.Packing._pack, unpad.Packing._unpack
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bugs_are_refused(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing.Packing, *BUGS[name])
+    monkeypatch.setattr(unpad.Packing, *BUGS[name])
     model = made(device)
     kept = check(model, *[batch(device, 40, 3, 17, 9, seed=seed) for seed in range(3)])
     assert not packed(kept)

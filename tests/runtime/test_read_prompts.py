@@ -13,18 +13,18 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_rewrite_runtime.attention.attend_step import attend_step
-from hf_rewrite_runtime.cache.names import argument_of, passed_on
+from hf_rewrite_runtime.cache.cache_argument import argument_of, passed_on
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache, decodes, needs_no_mask
-from hf_rewrite_runtime.core.fastest import choose
-from hf_rewrite_runtime.core.reading import NoPromptForm, Reading, current, of, refuse
+from hf_rewrite_runtime.core.prefill_context import NoPromptForm, Reading, current, of, refuse
 from hf_rewrite_runtime.decode import prompt_graph
-from hf_rewrite_runtime.decode.graph import DecodeGraph
+from hf_rewrite_runtime.decode.step_graph import DecodeGraph
+from hf_rewrite_runtime.device.fastest import choose
 from hf_rewrite_runtime.norms.add_norm import add_norm
-from rewrite.engine.build import build
+from rewrite.codemod.build import build
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
+from rewrite.source.resolve import resolve
 from rewrite.transforms import select
-from rewrite.upstream.source import resolve
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import ACT2FN
 
-from hf_rewrite_runtime.attention.rotary import rotary, rotary_single
 from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.linear.gated_activation import activation_kind, gated_activation
 from hf_rewrite_runtime.norms.layer_norm import layer_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products.gated_activation import activation_kind, gated_activation
+from hf_rewrite_runtime.rope.rotary import rotary, rotary_single
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_rewrite_runtime.core import tables
+from hf_rewrite_runtime.launching import card_tables
 from hf_rewrite_runtime.rocm import settings as rocm
 
 ON_ROCM = torch.version.hip is not None
@@ -174,7 +174,7 @@ class Tuner:
 def test_tunable_op_keeps_its_file_with_the_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tuner = Tuner()
     tuner.patch(monkeypatch)
-    monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(card_tables.VARIABLE, str(tmp_path))
     with rocm.tunable_op(tune=True, force=True) as made:
         assert (tuner.enabled, tuner.tuning) == (True, True)
         assert tuner.filename == str(tmp_path / "tunableop0.csv")
@@ -196,7 +196,7 @@ def test_products_are_written_down_for_another_process_to_tune(
 ) -> None:
     tuner = Tuner()
     tuner.patch(monkeypatch)
-    monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(card_tables.VARIABLE, str(tmp_path))
     with rocm.tunable_op(tune=True, record=True, force=True) as made:
         assert (tuner.enabled, tuner.tuning, tuner.recording) == (True, False, True)
         assert outcomes(made)["TunableOp records"] == "set"

@@ -15,9 +15,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from hf_rewrite_runtime.attention.rotary_rows import _op, reference, rotary_rows
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.rope.rope_cos_sin import _op, reference, rotary_rows
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 THETA = {"rope_theta": 10000.0}
@@ -152,7 +152,7 @@ def test_dynamic_frequencies_beyond_it_refuse_a_capture() -> None:
 def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     module, cache = llama_rope(STATIC["default"]), PreallocatedCache(1, 2, 16, "cpu")
     monkeypatch.setattr(
-        importlib.import_module("hf_rewrite_runtime.attention.rotary_rows"), "is_capturing", lambda tensor: True
+        importlib.import_module("hf_rewrite_runtime.rope.rope_cos_sin"), "is_capturing", lambda tensor: True
     )
     with cache.step():
         rotary_rows(module, hidden(), torch.tensor([[1]]), cache)

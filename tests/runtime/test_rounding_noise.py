@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hf_rewrite_runtime.core.rounding_noise import FEW, MOST, RoundingNoise, Yardstick, distance
-from hf_rewrite_runtime.decode.graph import DecodeGraph
-from hf_rewrite_runtime.decode.proof import StepDiffers
+from hf_rewrite_runtime.decode.step_graph import DecodeGraph
+from hf_rewrite_runtime.decode.validation import StepDiffers
 from hf_rewrite_runtime.forward import agreement
-from hf_rewrite_runtime.forward.graph import Unsuitable
+from hf_rewrite_runtime.forward.forward_graph import Unsuitable
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -11,7 +11,7 @@ from transformers.generation.logits_process import (
     NoRepeatNGramLogitsProcessor,
 )
 
-from hf_rewrite_runtime.decode.sampling import graph_forms
+from hf_rewrite_runtime.sampling.sampling import graph_forms
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

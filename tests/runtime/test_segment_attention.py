@@ -14,7 +14,7 @@ from tolerances import assert_as_exact_as, assert_same_gradient
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_rewrite_runtime.attention.native_gqa import native_gqa
+from hf_rewrite_runtime.attention.grouped_query import native_gqa
 from hf_rewrite_runtime.attention.segment_attention import segment_attention, segment_attention_weights
 from hf_rewrite_runtime.core import backend
 

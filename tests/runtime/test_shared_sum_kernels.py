@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.parallel.shared_sum import BLOCK, PROGRAMS, launch_shared_sum, takes, words
+from hf_rewrite_runtime.tensor_parallel.shared_sum import BLOCK, PROGRAMS, launch_shared_sum, takes, words
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs under TRITON_INTERPRET=1")
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_rewrite_runtime.core.explain import explain
-from hf_rewrite_runtime.decode import generation, spread
-from hf_rewrite_runtime.decode.generation import GraphGeneration
+from hf_rewrite_runtime.core.explanation import explain
+from hf_rewrite_runtime.decode import device_map
+from hf_rewrite_runtime.generate import generation
+from hf_rewrite_runtime.generate.generation import GraphGeneration
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -102,7 +103,7 @@ def test_a_block_that_does_more_than_move_its_inputs_stays_as_it_is(change: Any)
     model = dispatched(whole())
     change(model.model.layers[1])
     wrapped = [copy.copy(layer.self_attn.q_proj.__dict__) for layer in model.model.layers]
-    with spread.plain_inside(model):
+    with device_map.plain_inside(model):
         assert "forward" not in model.model.layers[0].self_attn.q_proj.__dict__
         assert model.model.layers[1].self_attn.q_proj.__dict__["forward"] is wrapped[1]["forward"]
         assert all("forward" in layer.__dict__ for layer in model.model.layers)
@@ -111,13 +112,13 @@ def test_a_block_that_does_more_than_move_its_inputs_stays_as_it_is(change: Any)
 def test_a_model_on_one_device_is_left_alone() -> None:
     model = dispatched(whole())
     del model.hf_device_map
-    with spread.plain_inside(model):
+    with device_map.plain_inside(model):
         assert "forward" in model.model.layers[0].self_attn.q_proj.__dict__
 
 
 def test_modules_that_stay_wrapped_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = dispatched(whole())
     found = moved(monkeypatch, model)
-    monkeypatch.setattr(generation, "plain_inside", lambda model: spread.contextlib.nullcontext())
+    monkeypatch.setattr(generation, "plain_inside", lambda model: device_map.contextlib.nullcontext())
     generate(model)
     assert len(found) > 2 * len(BLOCKS)

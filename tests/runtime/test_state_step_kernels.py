@@ -10,8 +10,8 @@ import torch
 from conftest import KERNEL_DTYPES
 from torch import Tensor
 
-from hf_rewrite_runtime.core.overwriting import overwriting, steps
-from hf_rewrite_runtime.mixers import (
+from hf_rewrite_runtime.guards.overwriting import overwriting, steps
+from hf_rewrite_runtime.recurrent import (
     conv_step,
     delta_rule_step,
     gated_norm,

@@ -10,14 +10,14 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_rewrite_runtime.cache import states
-from hf_rewrite_runtime.cache.alike import HybridLayer, StateLayer
+from hf_rewrite_runtime.cache.layer_factory import HybridLayer, StateLayer
 from hf_rewrite_runtime.cache.layers import INDEXED, CacheFull, GrowsInStep, IndexedLayer, PreallocatedLayer
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache, preallocated_like
-from hf_rewrite_runtime.decode import fitness
-from hf_rewrite_runtime.decode.fitness import Unfit
-from hf_rewrite_runtime.decode.step_inputs import StepInputs
+from hf_rewrite_runtime.decode import eligibility
+from hf_rewrite_runtime.decode.eligibility import Unfit
+from hf_rewrite_runtime.decode.recorded_inputs import StepInputs
 
-if states.LAYER is None or not fitness.can_watch():
+if states.LAYER is None or not eligibility.can_watch():
     pytest.skip("this transformers has no layers of states, or a loop that cannot be watched", allow_module_level=True)
 
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer

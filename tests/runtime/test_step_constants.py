@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_rewrite_runtime.decode import constants
-from hf_rewrite_runtime.decode.constants import StepConstants
-from hf_rewrite_runtime.products.packing import packed_linear
+from hf_rewrite_runtime.decode import constant_folding
+from hf_rewrite_runtime.decode.constant_folding import StepConstants
+from hf_rewrite_runtime.linear.packing import packed_linear
 
 
 class Rates(nn.Module):
@@ -86,11 +86,11 @@ def test_what_a_model_writes_into_is_its_own_in_every_step() -> None:
 
 def test_large_results_are_computed_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model, kept, x = Rates(), StepConstants(), torch.rand(3, 4)
-    monkeypatch.setattr(constants, "LARGEST", 8)
+    monkeypatch.setattr(constant_folding, "LARGEST", 8)
     torch.testing.assert_close(step(model, kept, x), model(x))
     assert kept.nbytes == 0
-    monkeypatch.setattr(constants, "LARGEST", 64)
-    monkeypatch.setattr(constants, "BUDGET", 40)
+    monkeypatch.setattr(constant_folding, "LARGEST", 64)
+    monkeypatch.setattr(constant_folding, "BUDGET", 40)
     torch.testing.assert_close(step(model, kept, x), model(x))
     assert 0 < kept.nbytes <= 40
 

@@ -20,27 +20,29 @@ from hf_rewrite_runtime.attention.decode_attention import (
     decode_attention_kernel,
     launch,
 )
-from hf_rewrite_runtime.attention.qkv_rows import launch_qkv_rows
-from hf_rewrite_runtime.attention.qkv_step import qkv_step
-from hf_rewrite_runtime.attention.rope_cache import Rotation
-from hf_rewrite_runtime.attention.rotary import rotary
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.cache.token import Write
-from hf_rewrite_runtime.core import arrivals, backend, tiles
-from hf_rewrite_runtime.core.capture import capture
-from hf_rewrite_runtime.core.launch import collect
-from hf_rewrite_runtime.decode.greedy import choose
-from hf_rewrite_runtime.decode.lookup import look_up
-from hf_rewrite_runtime.decode.sampling import Lookup, Sampling, StepState
+from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.device import split_k_semaphores
+from hf_rewrite_runtime.device.graph_capture import capture
+from hf_rewrite_runtime.launching import tiles
+from hf_rewrite_runtime.launching.launch import collect
+from hf_rewrite_runtime.lazy.step_products import StepProducts
+from hf_rewrite_runtime.linear.linear import gated_linear, linear
+from hf_rewrite_runtime.linear.prologue import Prologue
+from hf_rewrite_runtime.linear.skinny import launch_skinny_linear, takes_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products.linear import gated_linear, linear
-from hf_rewrite_runtime.products.prologue import Prologue
-from hf_rewrite_runtime.products.skinny import launch_skinny_linear, takes_norm
-from hf_rewrite_runtime.products.step_products import StepProducts
+from hf_rewrite_runtime.rope.qkv_batch import launch_qkv_rows
+from hf_rewrite_runtime.rope.qkv_step import qkv_step
+from hf_rewrite_runtime.rope.rope_cache import Rotation
+from hf_rewrite_runtime.rope.rotary import rotary
+from hf_rewrite_runtime.sampling.greedy import choose
+from hf_rewrite_runtime.sampling.prompt_lookup import look_up
+from hf_rewrite_runtime.sampling.sampling import Lookup, Sampling, StepState
 
-one_row = importlib.import_module("hf_rewrite_runtime.products.one_row")
+one_row = importlib.import_module("hf_rewrite_runtime.linear.gemv")
 
-qkv_module = importlib.import_module("hf_rewrite_runtime.attention.qkv_step")
+qkv_module = importlib.import_module("hf_rewrite_runtime.rope.qkv_step")
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
@@ -172,7 +174,7 @@ def test_forms_of_skinny_products(
     for _ in range(2):  # the second finds the counters as the first left them
         plain, got, exact = skinny_product(form, dtype, device, rows, True, whole)
         assert_as_exact_as(plain, got, exact, torch.finfo(dtype).eps)
-    assert not any(counters.any() for counters in arrivals._by_stream.get((exact.get_device(), 0), []))
+    assert not any(counters.any() for counters in split_k_semaphores._by_stream.get((exact.get_device(), 0), []))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hf_rewrite_runtime.decode.step_length import StepLength
+from hf_rewrite_runtime.decode.device_length import StepLength
 
 CAPACITY = 8
 TABLE = torch.arange(144.0).view(1, 1, 12, 12)

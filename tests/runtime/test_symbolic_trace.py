@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_rewrite_runtime.linear.gated_activation import gated_activation
+from hf_rewrite_runtime.linear.packing import packed_linear
 from hf_rewrite_runtime.norms.add_layer_norm import add_layer_norm
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
 from hf_rewrite_runtime.norms.layer_norm import layer_norm
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
-from hf_rewrite_runtime.products.gated_activation import gated_activation
-from hf_rewrite_runtime.products.packing import packed_linear
 
 
 class Calls(nn.Module):

@@ -18,8 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
-from hf_rewrite_runtime.core.explain import explain
-from hf_rewrite_runtime.forward import agreement, captured, fitness, lengths, padding, store, switch
+from hf_rewrite_runtime.core.explanation import explain
+from hf_rewrite_runtime.forward import (
+    agreement,
+    bucket_check,
+    captured,
+    forward_cache,
+    forward_eligibility,
+    forward_settings,
+    length_buckets,
+)
 from hf_rewrite_runtime.forward.bounds import Bounds
 from hf_rewrite_runtime.forward.captured import CapturedForward
 
@@ -33,7 +41,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     monkeypatch.setattr(CapturedForward, "_forward_without_graph", name == "cpu")
-    with switch.use_forward_graphs("always"), torch.no_grad():
+    with forward_settings.use_forward_graphs("always"), torch.no_grad():
         yield name
 
 
@@ -142,31 +150,31 @@ def call(device: str, length: int, rows: int = 2, **more: Any) -> dict[str, Any]
 
 
 def plain(model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-    with switch.use_forward_graphs("never"):
+    with forward_settings.use_forward_graphs("never"):
         return model(*arguments, **keywords)
 
 
 def agree(found: Any, wanted: Any) -> None:
     assert type(found) is type(wanted)
-    for one, other in zip(padding.tensors_in(found), padding.tensors_in(wanted), strict=True):
+    for one, other in zip(bucket_check.tensors_in(found), bucket_check.tensors_in(wanted), strict=True):
         assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
         torch.testing.assert_close(one, other, rtol=WHOLE_FORWARD_IN_FP32, atol=WHOLE_FORWARD_IN_FP32)
 
 
-def check(model: Encoder, *calls: dict[str, Any]) -> store.ForwardStore:
+def check(model: Encoder, *calls: dict[str, Any]) -> forward_cache.ForwardStore:
     """Make calls, each of which has to give what the model gives without graphs; return the model's graphs."""
     for given in calls:
         agree(model(**given), plain(model, **given))
-    return store.store_of(model)
+    return forward_cache.store_of(model)
 
 
-def buckets(kept: store.ForwardStore) -> list[int]:
+def buckets(kept: forward_cache.ForwardStore) -> list[int]:
     """The lengths of texts in the graphs that serve several."""
     return sorted(graph.graph.inputs[0].shape[1] for graph in kept.graphs.values() if graph.cut is not None)
 
 
 def refused(model: Encoder) -> set[str]:
-    return {refusal.reason for refusal in store.store_of(model).unpadded.values()}
+    return {refusal.reason for refusal in forward_cache.store_of(model).unpadded.values()}
 
 
 def test_lengths_share_the_graph_of_a_bucket(device: str) -> None:
@@ -219,7 +227,7 @@ def test_what_a_text_is_given(device: str, name: str) -> None:
     assert (len(kept.graphs), buckets(kept), kept.replays) == (2, [64], 3), "the first length keeps its own"
 
 
-def rows_of(kept: store.ForwardStore) -> set[tuple[int, ...]]:
+def rows_of(kept: forward_cache.ForwardStore) -> set[tuple[int, ...]]:
     return {tuple(graph.graph.inputs[0].shape) for graph in kept.graphs.values() if graph.cut is not None}
 
 
@@ -244,7 +252,7 @@ def test_a_batch_that_is_not_padded_has_a_bucket_for_its_length(device: str) -> 
     """As where the padded one is slower."""
     model = made(device)
     kept = check(model, call(device, 40, 5), call(device, 50, 2))
-    text = lengths.text_of(model, ((), call(device, 50, 5)), captured.settings())
+    text = length_buckets.text_of(model, ((), call(device, 50, 5)), captured.settings())
     assert text is not None
     kept.refuse(text.kind, "slower")
     kept = check(model, call(device, 50, 5), call(device, 60, 5))
@@ -267,8 +275,8 @@ def test_arguments_may_have_no_names(device: str, length: int) -> None:
     model = made(device)
     for tokens in (70, length, 50):
         agree(model(ids(tokens).to(device), None), plain(model, ids(tokens).to(device), None))
-    assert buckets(store.store_of(model)) == [64]
-    assert store.store_of(model).replays == 1
+    assert buckets(forward_cache.store_of(model)) == [64]
+    assert forward_cache.store_of(model).replays == 1
 
 
 def test_positions_counted_from_the_mask(device: str) -> None:
@@ -281,7 +289,7 @@ def test_positions_counted_from_the_mask(device: str) -> None:
     assert {refusal.reason for refusal in kept.refused.values()} == {"lengths_reach"}
     assert not refused(model), "other buckets stay"
     check(model, call(device, 67))
-    assert f"in no graph 2 ×: {fitness.REASONS['lengths_reach']}" in str(explain(model))
+    assert f"in no graph 2 ×: {forward_eligibility.REASONS['lengths_reach']}" in str(explain(model))
 
 
 def test_a_decoder_that_is_called_once(device: str) -> None:
@@ -292,7 +300,7 @@ def test_a_decoder_that_is_called_once(device: str) -> None:
     left = made(device, causal=True)
     check(left, *[call(device, length, attention_mask=_left(length)) for length in (40, 50, 41)])
     assert not refused(left)
-    kept = store.store_of(left)
+    kept = forward_cache.store_of(left)
     assert {refusal.reason for refusal in kept.hidden.values()} == {"lengths_hidden"}, "who sees nothing takes a mean"
     assert not buckets(kept)
     replays = kept.replays
@@ -378,7 +386,7 @@ def test_models_that_padding_changes(device: str, act: Act, reason: str) -> None
     assert not buckets(kept)
     assert kept.replays == 1, "exact shapes have their graphs"
     said = str(explain(model))
-    assert said.count(f"do not share a graph: {fitness.REASONS[reason]}") == 1
+    assert said.count(f"do not share a graph: {forward_eligibility.REASONS[reason]}") == 1
 
 
 class NoMask(Encoder):
@@ -408,20 +416,20 @@ def test_planted_bugs_are_refused(device: str, monkeypatch: pytest.MonkeyPatch) 
     """A mask that hides nothing, a cut in the wrong place, a check of the padding that sees nothing."""
     calls = [call(device, length) for length in (40, 50, 41)]
     with monkeypatch.context() as patch:
-        patch.setattr(lengths, "_fill", lambda *given: lengths.Fill(1, 1))
+        patch.setattr(length_buckets, "_fill", lambda *given: length_buckets.Fill(1, 1))
         model = made(device)
         check(model, *calls)
         assert refused(model) == {"lengths_differ"}
     with monkeypatch.context() as patch:
-        inner = padding._dims
-        patch.setattr(padding, "_dims", lambda *given: tuple(padding.Dims((), ()) for _ in inner(*given)))
+        inner = bucket_check._dims
+        patch.setattr(bucket_check, "_dims", lambda *given: tuple(bucket_check.Dims((), ()) for _ in inner(*given)))
         model = made(device)
         check(model, *calls)
-        assert not buckets(store.store_of(model))
+        assert not buckets(forward_cache.store_of(model))
     with monkeypatch.context() as patch:  # the graph is looked at once more
         seen: list[int] = []
-        inner_same = padding._same
-        patch.setattr(padding, "_same", lambda *given: inner_same(*given) if len(seen) > 1 else seen.append(1))
+        inner_same = bucket_check._same
+        patch.setattr(bucket_check, "_same", lambda *given: inner_same(*given) if len(seen) > 1 else seen.append(1))
         model = made(device, _ends)
         check(model, *calls)
         assert refused(model) == {"lengths_read"}
@@ -449,7 +457,7 @@ def test_an_index_behind_a_table_is_seen_before_it_is_used() -> None:
 
 
 def test_a_length_that_comes_again_and_again_gets_its_own(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "REPEATED", 4)
+    monkeypatch.setattr(forward_cache, "REPEATED", 4)
     model = made(device)
     kept = check(model, *[call(device, length) for length in (70, 40, 50, 50, 50)])
     assert (len(kept.graphs), kept.replays) == (2, 3)
@@ -461,22 +469,22 @@ def test_a_length_that_comes_again_and_again_gets_its_own(device: str, monkeypat
 
 def test_buckets_do_not_take_turns(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph makes room for another bucket's only where nobody used it for long."""
-    monkeypatch.setattr(store, "GRAPHS_KEPT", 2)
-    monkeypatch.setattr(store, "IDLE", 8)
+    monkeypatch.setattr(forward_cache, "GRAPHS_KEPT", 2)
+    monkeypatch.setattr(forward_cache, "IDLE", 8)
     model = made(device)
     kept = check(model, *[call(device, length) for length in (70, 40, 80, 20, 41, 71, 21)])
     assert (buckets(kept), kept.replays) == ([64], 1)
-    assert f"in no graph 4 ×: {fitness.REASONS['full']}" in str(explain(model))
+    assert f"in no graph 4 ×: {forward_eligibility.REASONS['full']}" in str(explain(model))
     kept = check(model, *[call(device, 42)] * 5, call(device, 22), call(device, 20))
     assert buckets(kept) == [32, 64]
 
 
 def test_switches(device: str) -> None:
     model = made(device)
-    with switch.use_forward_graphs("exact"):
+    with forward_settings.use_forward_graphs("exact"):
         for length in (40, 50, 40, 50, 50, 40, 50):
             model(**call(device, length))
-    kept = store.store_of(model)
+    kept = forward_cache.store_of(model)
     assert not buckets(kept)
     if device == "cpu":
         assert kept.replays == 2
@@ -486,8 +494,8 @@ def test_the_second_text_of_a_bucket_captures(monkeypatch: pytest.MonkeyPatch) -
     """Timed against the shortest text of the bucket, which gains the least; and else against the text itself."""
     monkeypatch.setattr(CapturedForward, "_forward_without_graph", True)
     model = made("cpu")
-    kept = store.store_of(model)
-    with switch.use_forward_graphs("auto"), torch.no_grad():
+    kept = forward_cache.store_of(model)
+    with forward_settings.use_forward_graphs("auto"), torch.no_grad():
         for length, graphs in ((40, 0), (50, 0), (41, 1), (60, 1), (20, 1), (21, 2)):
             agree(model(**call("cpu", length)), plain(model, **call("cpu", length)))
             assert len(kept.graphs) == graphs
@@ -495,26 +503,26 @@ def test_the_second_text_of_a_bucket_captures(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_bucket_serves_texts_that_it_is_faster_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_rewrite_runtime.forward import trial
+    from hf_rewrite_runtime.forward import capture_trial
 
     asked: list[int] = []
 
     def times(graph: Any, snapshot: Any, given: Any, run: Any) -> tuple[float, float]:
         asked.append(given.text.length)
         if given.text.length < 50:
-            raise trial.Unsuitable("slower")
+            raise capture_trial.Unsuitable("slower")
         return 2.0, 1.0
 
-    monkeypatch.setattr(trial, "_times", times)
+    monkeypatch.setattr(capture_trial, "_times", times)
     model = made("cpu")
-    text = lengths.text_of(model, ((), call("cpu", 50)), ())
+    text = length_buckets.text_of(model, ((), call("cpu", 50)), ())
     assert text is not None
-    kept = store.Kept(None, None)  # type: ignore[arg-type]
+    kept = forward_cache.Kept(None, None)  # type: ignore[arg-type]
     run: Any = None
-    found = trial._timed_texts(kept, padding.Cut(()), run, text, run)
-    assert (asked, found.cut, found.milliseconds) == ([33, 50], padding.Cut((), 50, 2), (2.0, 1.0))
-    with pytest.raises(trial.Unsuitable):
-        trial._timed_texts(kept, padding.Cut(()), run, text.shortened(49, 2), run)
+    found = capture_trial._timed_texts(kept, bucket_check.Cut(()), run, text, run)
+    assert (asked, found.cut, found.milliseconds) == ([33, 50], bucket_check.Cut((), 50, 2), (2.0, 1.0))
+    with pytest.raises(capture_trial.Unsuitable):
+        capture_trial._timed_texts(kept, bucket_check.Cut(()), run, text.shortened(49, 2), run)
 
 
 def test_shorter_texts_than_that_run_as_they_are(device: str) -> None:
@@ -548,7 +556,7 @@ def test_threads_get_their_own_texts(device: str) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert store.store_of(model).replays > 60
+    assert forward_cache.store_of(model).replays > 60
 
 
 def test_a_changed_model_is_noticed(device: str) -> None:
@@ -571,7 +579,7 @@ def test_a_call_that_does_more_is_not_tried(device: str) -> None:
         found = model(**call(device, length))
         torch.manual_seed(0)
         agree(found, plain(model, **call(device, length)))
-    assert not store.store_of(model).graphs
+    assert not forward_cache.store_of(model).graphs
 
 
 @pytest.mark.parametrize(
@@ -582,8 +590,8 @@ def test_a_call_that_does_more_is_not_tried(device: str) -> None:
     ],
 )  # fmt: skip
 def test_lengths_of_buckets(length: int, most: int | None, bucket: int, least: int) -> None:
-    assert lengths.bucket_of(length, most) == bucket
-    assert lengths.least_of(bucket, most) == least
+    assert length_buckets.bucket_of(length, most) == bucket
+    assert length_buckets.least_of(bucket, most) == least
 
 
 def test_positions_are_compared_by_themselves() -> None:
@@ -593,12 +601,12 @@ def test_positions_are_compared_by_themselves() -> None:
     agreement.compare([wanted], [found])
     found[0, 500] *= 1.5
     agreement.compare([wanted], [found])
-    with pytest.raises(padding.Unsuitable, match=r"at one position by 0\.[2-6]"):
+    with pytest.raises(bucket_check.Unsuitable, match=r"at one position by 0\.[2-6]"):
         agreement.compare_positions(wanted, found, {0, 1})
     agreement.compare_positions(wanted, wanted + wanted * 0.01, {0, 1})
 
 
 def test_numbers_of_texts_in_buckets() -> None:
-    assert [lengths.rows_of(rows) for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 17, 24, 25)] == [
+    assert [length_buckets.rows_of(rows) for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 17, 24, 25)] == [
         1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 16, 24, 24, 32
     ]  # fmt: skip

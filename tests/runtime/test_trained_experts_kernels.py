@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from hf_rewrite_runtime.core import backend
 
 experts = importlib.import_module("hf_rewrite_runtime.moe.experts")
-trained = importlib.import_module("hf_rewrite_runtime.moe.trained")
+trained = importlib.import_module("hf_rewrite_runtime.moe.experts_autograd")
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rewrite.engine.passes import rewrite_text
+from rewrite.codemod.passes import rewrite_text
 from rewrite.errors import RewriteError
 from rewrite.transform import Rewritten, Transform
 from rewrite.transforms import select

@@ -71,8 +71,8 @@ def talk(
     if not rewritten:
         return _texts(model, ids)
     backend = runtime_part(str(module.__package__), "core/backend")
-    loop = runtime_part(str(module.__package__), "decode/generation").GraphGeneration
-    program = runtime_part(str(module.__package__), "decode/graph").Program
+    loop = runtime_part(str(module.__package__), "generate/generation").GraphGeneration
+    program = runtime_part(str(module.__package__), "decode/step_graph").Program
     backend.reset_fallbacks()
     with patch.object(loop, "_step_without_graph", True), patch.object(program, "replay", replays):
         found = _texts(model, ids)

@@ -6,7 +6,7 @@ import re
 import sys
 from collections import defaultdict
 
-from rewrite.engine.passes import rewrite_text
+from rewrite.codemod.passes import rewrite_text
 from rewrite.transform import Transform
 from soundness.case import Case, cases
 from soundness.compare import Verdict, all_transforms, difference_of, examine

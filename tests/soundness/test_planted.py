@@ -9,8 +9,8 @@ from typing import ClassVar
 import libcst as cst
 import pytest
 
-from rewrite.analysis.syntax.module import Module, walk
-from rewrite.analysis.syntax.nodes import expression
+from rewrite.analysis.tree.module import Module, walk
+from rewrite.analysis.tree.nodes import expression
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 from soundness.case import cases, read_case

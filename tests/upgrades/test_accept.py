@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from command_line import CommandLine
 
-from rewrite.deliver import acceptance
+from rewrite.delivery import acceptance
 from rewrite.package.lock import read_lock
 from rewrite.verify.judging.verdict import Check, Gate, Identity, Options, Verdict
 
@@ -52,7 +52,7 @@ class Judge:
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> Judge:
     judge = Judge()
-    monkeypatch.setattr("rewrite.deliver.verification.judge", judge)
+    monkeypatch.setattr("rewrite.delivery.verification.judge", judge)
     return judge
 
 
@@ -173,7 +173,7 @@ def test_a_check_that_no_longer_runs_is_worse_than_one_that_fails(
     checked = rewrite("check", accepted, "--transformers", tree)  # of the very files that were accepted
     assert (checked.code, f"what fails was not accepted: {said}" in checked.out) == (1, True)
     monkeypatch.setattr("rewrite.sync.upgrade._require_installed", lambda *_: None)
-    monkeypatch.setattr("rewrite.deliver.precheck.importing", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("rewrite.delivery.precheck.importing", lambda *_: contextlib.nullcontext())
     synced = rewrite("sync", accepted, "--transformers", releases("6.1.0", SDPA), "--verify", "--no-bisect")
     assert (synced.code, said in " ".join(synced.out.split())) == (1, True)
     judge.raised = judge.idle = ()
@@ -221,7 +221,7 @@ def test_a_sync_verifies_against_it(
     accepted: Path, judge: Judge, rewrite: CommandLine, releases: Releases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rewrite.sync.upgrade._require_installed", lambda *_: None)
-    monkeypatch.setattr("rewrite.deliver.precheck.importing", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("rewrite.delivery.precheck.importing", lambda *_: contextlib.nullcontext())
     sync = ("sync", accepted, "--transformers", releases("6.1.0", SDPA), "--verify")
     before = (accepted / "modeling_tiny.py").read_text()
     judge.planted = {"loss": {"max": 1e-9}}
@@ -242,7 +242,7 @@ def test_a_fault_of_ours_does_not_hide_behind_it(
 ) -> None:
     """The generated text fails in the very check that was accepted for the edit."""
     monkeypatch.setattr("rewrite.sync.upgrade._require_installed", lambda *_: None)
-    monkeypatch.setattr("rewrite.deliver.precheck.importing", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("rewrite.delivery.precheck.importing", lambda *_: contextlib.nullcontext())
     judge.planted = {"logits": {"max": 0.3}}
     refused = rewrite("sync", accepted, "--transformers", releases("6.1.0", SDPA), "--verify")
     assert (refused.code, "without your edits it fails too" in refused.out) == (1, True)

@@ -69,7 +69,7 @@ def test_a_package_with_its_runtime_inside_is_synced_once(older: Path, rewrite: 
     assert rewrite("sync", older, "--no-verify").code == 0
     text = (older / "modeling_tiny_llama.py").read_text()
     assert "# an edit of the user's" in text
-    assert "from hf_rewrite_runtime.products.packing import packed_linear" in text
+    assert "from hf_rewrite_runtime.linear.packing import packed_linear" in text
     assert not (older / "runtime").exists()
     assert read_lock(older).runtime.version
     assert rewrite("check", older).code == 0

@@ -147,7 +147,7 @@ def test_two_processes_at_once_end_in_the_new_state(package: Path, releases: Rel
 
 
 @pytest.mark.parametrize(
-    "when", ["rewrite.deliver.precheck.check_text", "rewrite.sync.edits.with_edits", "rewrite.sync.edits.problems"]
+    "when", ["rewrite.delivery.precheck.check_text", "rewrite.sync.edits.with_edits", "rewrite.sync.edits.problems"]
 )
 def test_a_file_that_the_user_saves_meanwhile_is_not_replaced(
     package: Path, releases: Releases, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch, when: str

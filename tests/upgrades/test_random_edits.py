@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from rewrite.engine.build import build
-from rewrite.package.kept import archive
+from rewrite.codemod.build import build
+from rewrite.package.snapshots import archive
+from rewrite.source.resolve import resolve
 from rewrite.sync import merge
 from rewrite.sync.merge import Merged
 from rewrite.transforms import select
-from rewrite.upstream.source import resolve
 
 from . import random_edits
 from .conftest import FIXTURE, Releases, edit

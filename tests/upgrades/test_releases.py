@@ -13,11 +13,11 @@ from command_line import CommandLine
 
 from rewrite.errors import NotInstalled
 from rewrite.package.lock import Lock, Options, Origin, read_lock
-from rewrite.sync.changes import rule_changes
+from rewrite.source import pins, release, verifiable
+from rewrite.source.installed import copy_at
+from rewrite.source.resolve import resolve
+from rewrite.sync.site_changes import rule_changes
 from rewrite.transform import SkippedSite, TransformReport
-from rewrite.upstream import pins, release, verifiable
-from rewrite.upstream.installed import copy_at
-from rewrite.upstream.source import resolve
 
 from .conftest import Releases, edit
 
@@ -187,7 +187,7 @@ def test_a_version_is_downloaded_once(
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("rewrite.upstream.release.subprocess.run", download)
+    monkeypatch.setattr("rewrite.source.release.subprocess.run", download)
     for _ in range(2):
         dry = rewrite("sync", package, "--transformers", "6.1.0", "--dry-run")
         assert (dry.code, " changed, " in dry.out) == (0, True)
@@ -355,7 +355,7 @@ def test_what_is_installed_is_verified_whatever_names_it(
         copy_at(releases("6.0.0", *changes).rename(here / name) / "transformers") for name, changes in trees.items()
     )
     assert one is not None
-    monkeypatch.setattr("rewrite.upstream.verifiable.find_transformers", lambda: one)
+    monkeypatch.setattr("rewrite.source.verifiable.find_transformers", lambda: one)
     source = resolve("tiny", library=same)
     assert verifiable.as_installed(source).path == one.root / "models" / "tiny" / "modeling_tiny.py"
     with pytest.raises(NotInstalled, match=r"6\.0\.0 with another text of this file"):

@@ -16,7 +16,7 @@ from command_line import CommandLine
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rewrite.verify import selftest  # noqa: E402
+from rewrite.verify import selftest_run  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_it_passes_and_says_what_it_compared(package: Path) -> None:
 def test_a_planted_bug_is_noticed(package: Path, old: str, new: str, said: str) -> None:
     plant(package, old, new)
     module = imported(package)
-    with pytest.raises(selftest.SelfTestFailed, match=said):
+    with pytest.raises(selftest_run.SelfTestFailed, match=said):
         module.selftest()
 
 
@@ -98,7 +98,7 @@ def test_a_tensor_that_arrives_changed_is_noticed(package: Path, monkeypatch: py
         "        self.post_init()\n        self.register_load_state_dict_post_hook(lambda *a: None)",
     )
     module = imported(package)
-    loaded = selftest._loaded
+    loaded = selftest_run._loaded
 
     def changes(model_class, checkpoint):  # type: ignore[no-untyped-def]
         model = loaded(model_class, checkpoint)
@@ -107,8 +107,8 @@ def test_a_tensor_that_arrives_changed_is_noticed(package: Path, monkeypatch: py
                 model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
         return model
 
-    monkeypatch.setattr(selftest, "_loaded", changes)
-    with pytest.raises(selftest.SelfTestFailed, match=r"up_proj\.weight is not what the original loads"):
+    monkeypatch.setattr(selftest_run, "_loaded", changes)
+    with pytest.raises(selftest_run.SelfTestFailed, match=r"up_proj\.weight is not what the original loads"):
         module.selftest()
 
 
@@ -161,7 +161,7 @@ def test_a_file_from_elsewhere_has_no_installed_original(tmp_path: Path, rewrite
 
 def test_without_the_tool_it_says_what_to_install(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = imported(package)
-    monkeypatch.setitem(sys.modules, "rewrite.verify.selftest", None)
+    monkeypatch.setitem(sys.modules, "rewrite.verify.selftest_run", None)
     with pytest.raises(ModuleNotFoundError, match="pip install hf-rewrite"):
         module.selftest()
 
@@ -169,5 +169,5 @@ def test_without_the_tool_it_says_what_to_install(package: Path, monkeypatch: py
 def test_a_model_that_reads_no_text_wants_a_checkpoint() -> None:
     from transformers import ViTModel
 
-    with pytest.raises(selftest.NoSmallModel, match=r"it reads pixel_values.*selftest\('FOLDER'\)"):
-        selftest._random(ViTModel)
+    with pytest.raises(selftest_run.NoSmallModel, match=r"it reads pixel_values.*selftest\('FOLDER'\)"):
+        selftest_run._random(ViTModel)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from rewrite.verify import Options
 from rewrite.verify.configuration.variations import Configurations, configuration_checks
-from rewrite.verify.generation.loop import loop_checks
+from rewrite.verify.generation.loop_checks import loop_checks
 from rewrite.verify.judging.checks import CheckRun, run_check
 from rewrite.verify.judging.verdict import Check
-from rewrite.verify.models import sides
+from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.model_pair import Workbench
 from rewrite.verify.models.subjects import find_subjects
-from rewrite.verify.models.workbench import Workbench
 from rewrite.verify.runner import settled
 
 from .bugs import Bug
@@ -198,7 +198,7 @@ def first_failure(model: str, package: Path, options: Options, field: str = "") 
 
 
 def _checks(model: str, package: Path, options: Options, field: str) -> Iterator[CheckRun]:
-    subjects = find_subjects(*(sides.load(sides.locate(side)) for side in (upstream(model), package)))
+    subjects = find_subjects(*(loaded_sides.load(loaded_sides.locate(side)) for side in (upstream(model), package)))
     main = subjects.main
     bench = Workbench(main, small_variants(main.original, main.causal, {})[:1], options)
     if field:

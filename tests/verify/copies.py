@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rewrite.offers import VENDORED
-from rewrite.package import vendor
+from rewrite.package import vendored_files
 
 CUSTOM = """
     @classmethod
@@ -89,8 +89,8 @@ def with_runtime(package: Path) -> None:
     if (package / VENDORED).is_dir():
         return
     texts = {file: file.read_text("utf-8") for file in package.glob("*.py")}
-    for name, content in vendor.files(texts.values()).items():
+    for name, content in vendored_files.files(texts.values()).items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_bytes(content)
     for file, text in texts.items():
-        file.write_text(vendor.relative(text), "utf-8")
+        file.write_text(vendored_files.relative(text), "utf-8")

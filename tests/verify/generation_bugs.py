@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from rewrite.verify import Options
-from rewrite.verify.generation.loop import loop_checks
-from rewrite.verify.generation.talk import talk_checks
+from rewrite.verify.generation.loop_checks import loop_checks
+from rewrite.verify.generation.loop_scenarios import talk_checks
 from rewrite.verify.judging.checks import run_check
 from rewrite.verify.judging.verdict import Check
-from rewrite.verify.models import sides
+from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.model_pair import Workbench
 from rewrite.verify.models.subjects import paired
-from rewrite.verify.models.workbench import Workbench
 from rewrite.verify.runner import settled
 
 from .bugs import Bug
@@ -86,8 +86,10 @@ def plant(bug: LoopBug, package: Path) -> None:
 
 def result_of(bug: LoopBug, package: Path) -> Check:
     """Run the check that a bug names on a package."""
-    original = sides.load(sides.locate(upstream(bug.model)))
-    subject = next(s for s in paired(original, sides.load(sides.locate(package))) if s.name == bug.model_class)
+    original = loaded_sides.load(loaded_sides.locate(upstream(bug.model)))
+    subject = next(
+        s for s in paired(original, loaded_sides.load(loaded_sides.locate(package))) if s.name == bug.model_class
+    )
     with settled(Options()):
         variants = small_variants(subject.original, subject.causal, {})[:1]
         bench = Workbench(subject, variants, Options())

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from rewrite.measure.runtime_part import runtime_part
-from rewrite.verify.dealt import SWITCH, Dealt
-from rewrite.verify.models import sides
+from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.subjects import find_subjects
+from rewrite.verify.tensor_parallel_checks import SWITCH, Dealt
 
 
 @contextlib.contextmanager
@@ -32,12 +32,14 @@ def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
 
 
 def missing_sum(package: str) -> contextlib.AbstractContextManager[None]:
-    return replaced(runtime_part(package, "parallel/ranks").Ranks, "_summed", lambda right: lambda self, part: part)
+    return replaced(
+        runtime_part(package, "tensor_parallel/ranks").Ranks, "_summed", lambda right: lambda self, part: part
+    )
 
 
 def summed_twice(package: str) -> contextlib.AbstractContextManager[None]:
     return replaced(
-        runtime_part(package, "parallel/ranks").Ranks,
+        runtime_part(package, "tensor_parallel/ranks").Ranks,
         "_summed",
         lambda right: lambda self, part: right(self, right(self, part)),
     )
@@ -49,7 +51,7 @@ def bias_on_every_rank(package: str) -> contextlib.AbstractContextManager[None]:
         total: torch.Tensor = self.ranks.sum(part + bias)
         return total if residual is None else residual + total
 
-    return replaced(runtime_part(package, "parallel/forwards").RowForward, "finished", lambda right: finished)
+    return replaced(runtime_part(package, "tensor_parallel/forwards").RowForward, "finished", lambda right: finished)
 
 
 def heads_of_another_rank(package: str) -> contextlib.AbstractContextManager[None]:
@@ -64,28 +66,28 @@ def heads_of_another_rank(package: str) -> contextlib.AbstractContextManager[Non
 
         return init
 
-    return replaced(runtime_part(package, "parallel/shards")._Changes, "__init__", changes)
+    return replaced(runtime_part(package, "tensor_parallel/shards")._Changes, "__init__", changes)
 
 
 def columns_in_another_order(package: str) -> contextlib.AbstractContextManager[None]:
     def gather(right: Any) -> Any:
         return lambda self, part, size: right(self, part, size).flip(-1)
 
-    return replaced(runtime_part(package, "parallel/ranks").Ranks, "gather", gather)
+    return replaced(runtime_part(package, "tensor_parallel/ranks").Ranks, "gather", gather)
 
 
 def experts_of_another_rank(package: str) -> contextlib.AbstractContextManager[None]:
     def own(right: Any) -> Any:
         return lambda self, index, weights: right(self, (index + self.count) % (2 * self.count), weights)
 
-    return replaced(runtime_part(package, "parallel/forwards").ExpertsForward, "own", own)
+    return replaced(runtime_part(package, "tensor_parallel/forwards").ExpertsForward, "own", own)
 
 
 def experts_on_every_rank(package: str) -> contextlib.AbstractContextManager[None]:
     def own(right: Any) -> Any:
         return lambda self, index, weights: (index % self.count, weights)
 
-    return replaced(runtime_part(package, "parallel/forwards").ExpertsForward, "own", own)
+    return replaced(runtime_part(package, "tensor_parallel/forwards").ExpertsForward, "own", own)
 
 
 BUGS = (missing_sum, summed_twice, bias_on_every_rank, heads_of_another_rank, columns_in_another_order)
@@ -95,7 +97,10 @@ BUGS_OF_EXPERTS = (missing_sum, summed_twice, experts_of_another_rank, experts_o
 def main() -> None:
     package, original, out, *plan = sys.argv[1:]
     dist.init_process_group("gloo")
-    module, rewritten = sides.load(sides.locate(original)), sides.load(sides.locate(Path(package)))
+    module, rewritten = (
+        loaded_sides.load(loaded_sides.locate(original)),
+        loaded_sides.load(loaded_sides.locate(Path(package))),
+    )
     main = find_subjects(module, rewritten).main
     name = main.rewritten.__module__.rpartition(".")[0]
     found: dict[str, Any] = {}
@@ -108,7 +113,7 @@ def main() -> None:
             found[bug.__name__] = sound.steps(whole, ours).to_json()
     if not plan:
         found["uneven"] = uneven(main.original, main.rewritten)
-    found["explain"] = str(runtime_part(name, "core/explain").explain(ours))
+    found["explain"] = str(runtime_part(name, "core/explanation").explain(ours))
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))
     dist.barrier()

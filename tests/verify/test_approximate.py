@@ -13,8 +13,8 @@ import torch
 from rewrite.verify import Options, Verdict, render, summary, verify
 from rewrite.verify.calls.approximate import judged
 from rewrite.verify.judging.compare import Mismatch
+from rewrite.verify.models.loaded_sides import locate
 from rewrite.verify.models.rounding import Rounding, rounded
-from rewrite.verify.models.sides import locate
 
 from .bugs import Bug
 from .copies import plant, upstream

@@ -15,22 +15,22 @@ from pathlib import Path
 import pytest
 
 from rewrite.verify import Options
-from rewrite.verify.alone import class_alone
-from rewrite.verify.calls.asking import argument_checks
+from rewrite.verify.calls.argument_checks import argument_checks
 from rewrite.verify.calls.precision import precision_checks
 from rewrite.verify.calls.registered import registered_checks
 from rewrite.verify.judging.checks import Check, CheckRun, run_check
 from rewrite.verify.judging.verdict import Figure
-from rewrite.verify.models import sides
+from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.model_pair import Workbench
 from rewrite.verify.models.subjects import Subject, find_subjects
-from rewrite.verify.models.workbench import Workbench
 from rewrite.verify.runner import settled
+from rewrite.verify.secondary_classes import class_alone
 from rewrite.verify.state.checkpoints import checkpoint_checks
-from rewrite.verify.state.declared import declared_checks
+from rewrite.verify.state.declarations import declared_checks
 from rewrite.verify.state.embeddings import embedding_checks
 from rewrite.verify.state.initial import initial_checks
-from rewrite.verify.state.training import changing_checks
+from rewrite.verify.state.training_checks import changing_checks
 
 from .argument_bugs import ARGUMENTS
 from .copies import plant, upstream
@@ -77,7 +77,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def all_checks(model: str, package: Path) -> Iterator[CheckRun]:
     """The checks that these bugs are about, none of them run yet."""
-    modules = sides.load(sides.locate(upstream(model))), sides.load(sides.locate(package))
+    modules = loaded_sides.load(loaded_sides.locate(upstream(model))), loaded_sides.load(loaded_sides.locate(package))
     subjects = find_subjects(*modules)
     main = subjects.main
     bench = Workbench(main, small_variants(main.original, main.causal, {}), Options(seeds=1))

@@ -13,16 +13,16 @@ from transformers import DynamicCache
 from transformers.processing_utils import Unpack
 
 from rewrite.verify import Options
+from rewrite.verify.calls.argument_cases import CASES, cases_for
+from rewrite.verify.calls.argument_checks import argument_checks, asked_alone
 from rewrite.verify.calls.arguments import arguments_of
-from rewrite.verify.calls.asking import argument_checks, asked_alone
-from rewrite.verify.calls.cases import CASES, cases_for
 from rewrite.verify.calls.observed import everything, fields_of
 from rewrite.verify.judging.checks import run_check
-from rewrite.verify.judging.record import Record
+from rewrite.verify.judging.requested import Record
 from rewrite.verify.judging.verdict import Asked, Verdict
 from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.model_pair import Workbench
 from rewrite.verify.models.subjects import Subject
-from rewrite.verify.models.workbench import Workbench
 from rewrite.verify.render import render, summary
 
 

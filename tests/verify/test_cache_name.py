@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_rewrite_runtime.cache.names import passed_on
+from hf_rewrite_runtime.cache.cache_argument import passed_on
 from rewrite.verify import Options, verify
 
 MODEL = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"

@@ -11,14 +11,14 @@ from transformers.models.bert import modeling_bert
 from transformers.models.siglip import modeling_siglip
 
 from rewrite.verify import Options
-from rewrite.verify.calls import captured
-from rewrite.verify.calls.captured import captured_checks
+from rewrite.verify.calls import captured_replays
+from rewrite.verify.calls.captured_replays import captured_checks
 from rewrite.verify.judging.checks import run_check
 from rewrite.verify.judging.verdict import Check
-from rewrite.verify.models import sides
+from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.model_pair import Workbench
 from rewrite.verify.models.subjects import Subject
-from rewrite.verify.models.workbench import Workbench
 
 from .copies import generated, plant
 
@@ -88,7 +88,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checked(package: Path, original: type = modeling_siglip.SiglipVisionModel) -> Check:
-    rewritten = getattr(sides.load(sides.locate(package)), original.__name__)
+    rewritten = getattr(loaded_sides.load(loaded_sides.locate(package)), original.__name__)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bench = Workbench(
         Subject(original, rewritten, False), small_variants(original, False, {})[:1], Options(device=device)
@@ -146,7 +146,7 @@ def test_an_original_that_counts_its_calls_is_copied_for_its_truth() -> None:
             return {"out": x * self.calls}
 
     model = Counts()
-    truth = captured._Truth(model, "fp64 max")
+    truth = captured_replays._Truth(model, "fp64 max")
     truth.call("call 0", {"x": torch.ones(2)})
     assert model.calls == 0
     assert [tensor.tolist() for tensor in truth().values()] == [[1.0, 1.0]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rewrite.verify.state.declared import comparable
+from rewrite.verify.state.declarations import comparable
 
 KINDS = (torch.float16, torch.device("cpu"), torch.strided, torch.finfo(torch.float16), torch.Size([2]), {"a": len})
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rewrite.verify.judging.compare import DRAWS, Mismatch, NotRun
-from rewrite.verify.judging.yardstick import FEW_DRAWS, Runs, compare, compare_draws
+from rewrite.verify.judging.low_precision_bound import FEW_DRAWS, Runs, compare, compare_draws
 
 HEADS, DIM, TOKENS, WIDTH = 4, 16, 160, 64
 LOW = torch.bfloat16

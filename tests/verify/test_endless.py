@@ -17,11 +17,11 @@ import pytest
 
 from rewrite.verify import Options, verify
 from rewrite.verify import parallel as pools
-from rewrite.verify.judging import patience
+from rewrite.verify.judging import watchdog
 from rewrite.verify.judging.checks import CheckRun, Done, one_by_one
-from rewrite.verify.judging.patience import NeverEnds, of_original, watched
 from rewrite.verify.judging.verdict import Figure
-from rewrite.verify.models.workbench import on_original
+from rewrite.verify.judging.watchdog import NeverEnds, of_original, watched
+from rewrite.verify.models.model_pair import on_original
 from rewrite.verify.parallel import Part
 
 from .copies import generated, plant, upstream
@@ -35,8 +35,8 @@ LOOKED_UP = "decode loop, tokens looked up in the text"
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "SLICE_S", 0.05)
-    monkeypatch.setattr(patience, "LEAST", 60)
+    monkeypatch.setattr(watchdog, "SLICE_S", 0.05)
+    monkeypatch.setattr(watchdog, "LEAST", 60)
 
 
 @pytest.fixture(scope="module")
@@ -114,20 +114,20 @@ def test_what_the_original_takes_is_allowed_many_times(monkeypatch: pytest.Monke
         return spin(5)
 
     assert [done.check.status for done in ended(CheckRun("slow on both sides", slow))] == ["passed"]
-    monkeypatch.setattr(patience, "TIMES", 0)
+    monkeypatch.setattr(watchdog, "TIMES", 0)
     assert [done.endless for done in ended(CheckRun("slow on both sides", slow))] == [True]
 
 
 def test_a_machine_that_stalls_or_is_used_by_others_takes_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "SLICE_S", 0.05)
-    monkeypatch.setattr(patience, "LEAST", 2)
+    monkeypatch.setattr(watchdog, "SLICE_S", 0.05)
+    monkeypatch.setattr(watchdog, "LEAST", 2)
 
     def waits() -> Mapping[str, Figure]:
         time.sleep(1)
         return {}
 
     assert [done.check.status for done in ended(CheckRun("waits", waits))] == ["passed"]
-    watch = patience._Watch()
+    watch = watchdog._Watch()
     for _ in range(2):  # however long each was: what is counted is how often there was something to see
         time.sleep(0.06)
         for _ in range(64):  # threads that use up a slice in no time

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from rewrite.verify.judging.compare import NotRun
-from rewrite.verify.models import indices, workbench
+from rewrite.verify.models import indices, model_pair
 from rewrite.verify.models.indices import ask, asked_first
 
 aten = torch.ops.aten
@@ -100,9 +100,9 @@ def test_in_backward_too(asked: list[str]) -> None:
 
 
 def test_the_originals_side_is_asked_first(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
-    monkeypatch.setattr(workbench, "asked_first", lambda: asked_first("cpu"))
+    monkeypatch.setattr(model_pair, "asked_first", lambda: asked_first("cpu"))
     with pytest.raises(NotRun, match="IndexError"):
-        workbench.on_original(OPERATORS["embedding"], BEYOND)
+        model_pair.on_original(OPERATORS["embedding"], BEYOND)
     assert asked == ["aten.embedding.default"]
 
 

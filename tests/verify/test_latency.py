@@ -11,8 +11,8 @@ from rewrite.verify import Options
 from rewrite.verify.generation.latency import latency_checks
 from rewrite.verify.judging.checks import run_check
 from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.model_pair import Workbench
 from rewrite.verify.models.subjects import Subject
-from rewrite.verify.models.workbench import Workbench
 
 
 class NoCache(LlamaModel):  # type: ignore[misc]

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from rewrite.verify import Options, Verdict, verify
-from rewrite.verify.likely import likely
+from rewrite.verify.diagnosis import likely
 from rewrite.verify.render import render
 
 from .copies import generated, planted, upstream

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rewrite.verify import Options, verify
+from rewrite.verify.generation.loop_scenarios import TALKS
 from rewrite.verify.generation.poison import poison
-from rewrite.verify.generation.talk import TALKS
 
 from .bugs import Bug
 from .copies import generated, plant, upstream

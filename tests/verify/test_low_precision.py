@@ -10,14 +10,14 @@ import torch
 
 from rewrite.verify.breadth import OPTIONS
 from rewrite.verify.calls import precision
-from rewrite.verify.calls.forward import ENOUGH, low_precision_alone
 from rewrite.verify.calls.precision import modules_alone
+from rewrite.verify.calls.single_forward import ENOUGH, low_precision_alone
 from rewrite.verify.judging.compare import Mismatch
-from rewrite.verify.judging.yardstick import compare
-from rewrite.verify.models import sides
+from rewrite.verify.judging.low_precision_bound import compare
+from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.model_pair import Workbench
 from rewrite.verify.models.subjects import paired
-from rewrite.verify.models.workbench import Workbench
 
 from .copies import planted, source_of, upstream, write_package
 
@@ -29,7 +29,7 @@ ROUNDED = """if input_dtype == torch.bfloat16:
 
 def bench_of(model: str, text: str, name: str, folder: Path) -> Workbench:
     package = write_package(folder / f"{model}_low_precision", model, text)
-    loaded = sides.load(sides.locate(upstream(model))), sides.load(sides.locate(package))
+    loaded = loaded_sides.load(loaded_sides.locate(upstream(model))), loaded_sides.load(loaded_sides.locate(package))
     subject = next(found for found in paired(*loaded) if found.name == name)
     return Workbench(subject, small_variants(subject.original, subject.causal, {})[:1], OPTIONS)
 
@@ -76,7 +76,11 @@ def divided_bench(root: str, folder: Path) -> Workbench:
     packages = [
         write_package(folder / f"llama_{i}", "llama", planted(text, ROOT, by)) for i, by in enumerate((DIVIDED, root))
     ]
-    subject = next(one for one in paired(*(sides.load(sides.locate(p)) for p in packages)) if one.name == "LlamaModel")
+    subject = next(
+        one
+        for one in paired(*(loaded_sides.load(loaded_sides.locate(p)) for p in packages))
+        if one.name == "LlamaModel"
+    )
     return Workbench(subject, small_variants(subject.original, subject.causal, {})[:1], OPTIONS)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from rewrite.cli import run
-from rewrite.deliver.acceptable import failed, stepped_aside, unacceptable
-from rewrite.deliver.acceptance import Acceptance
+from rewrite.delivery.acceptable import failed, stepped_aside, unacceptable
+from rewrite.delivery.acceptance import Acceptance
 from rewrite.errors import VerificationError
 from rewrite.verify import Options, Verdict, render, verify
-from rewrite.verify.models.sides import load, locate
+from rewrite.verify.models.loaded_sides import load, locate
 from rewrite.verify.models.subjects import find_subjects
 
 ORIGINAL = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"

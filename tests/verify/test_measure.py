@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rewrite.verify.judging.compare import Mismatch, measure
-from rewrite.verify.judging.yardstick import compare
+from rewrite.verify.judging.low_precision_bound import compare
 
 INFINITE, NAN = float("inf"), float("nan")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
-from hf_rewrite_runtime.decode.loop import GraphLoop
+from hf_rewrite_runtime.generate.decode_loop import GraphLoop
 from rewrite.verify import Options
-from rewrite.verify.calls import captured
-from rewrite.verify.generation import loop
+from rewrite.verify.calls import captured_replays
+from rewrite.verify.generation import loop_checks
 from rewrite.verify.judging.compare import Mismatch, NotRun
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
@@ -27,7 +27,7 @@ def crash(*_: Any, **__: Any) -> Any:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What both ask a workbench for."""
-    for module in (loop, captured):
+    for module in (loop_checks, captured_replays):
         monkeypatch.setattr(module, "comparable", lambda bench: True)
     config = BertConfig(**SIZES, max_position_embeddings=64)
     return SimpleNamespace(
@@ -45,14 +45,14 @@ def written(model: Any) -> Any:
 
 
 def asked_of_the_loop(bench: Any, run: Callable[[Any], Any] = written) -> None:
-    loop.needless(bench, LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), run, REFUSED)
+    loop_checks.needless(bench, LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), run, REFUSED)
 
 
 def test_a_refusal_that_was_needless_is_told(bench: Any) -> None:
     with pytest.raises(Mismatch, match="the original's step runs in a decode loop"):
         asked_of_the_loop(bench)
     with pytest.raises(Mismatch, match="the original's forward can be captured"):
-        captured._needless(bench, "float32", "nothing was replayed")
+        captured_replays._needless(bench, "float32", "nothing was replayed")
 
 
 def test_a_crash_of_what_captures_is_none_of_the_original_s(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,11 +61,11 @@ def test_a_crash_of_what_captures_is_none_of_the_original_s(bench: Any, monkeypa
         asked_of_the_loop(bench)
     monkeypatch.setattr("hf_rewrite_runtime.forward.captured._called", crash)
     with pytest.raises(RuntimeError, match="planted"):
-        captured._needless(bench, "float32", "nothing was replayed")
+        captured_replays._needless(bench, "float32", "nothing was replayed")
 
 
 def test_what_the_original_cannot_is_no_fault(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked_of_the_loop(bench, crash)
     monkeypatch.setattr(BertModel, "forward", crash)
     with pytest.raises(NotRun, match="planted"):
-        captured._needless(bench, "float32", "nothing was replayed")
+        captured_replays._needless(bench, "float32", "nothing was replayed")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rewrite.verify.judging.compare import Mismatch, near_exact
-from rewrite.verify.judging.unrounded import only_rounds, roundings
+from rewrite.verify.judging.fp32_free_reference import only_rounds, roundings
 
 TRUTH = torch.linspace(-3, 3, 400, dtype=torch.float64).view(1, 4, 100)
 

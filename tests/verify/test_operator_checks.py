@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rewrite.verify import Options, verify
-from rewrite.verify.state.operators import NONE
+from rewrite.verify.state.operator_checks import NONE
 
 from .copies import generated, plant, upstream
 

@@ -18,11 +18,11 @@ from rewrite.verify import Options, Verdict, verify
 from rewrite.verify.judging.checks import CheckRun, Done, run_gate
 from rewrite.verify.judging.compare import Mismatch, NotRun
 from rewrite.verify.judging.verdict import ConfigField, Figure
+from rewrite.verify.line_coverage import Reach
 from rewrite.verify.models.configs import Variant, small_variants
+from rewrite.verify.models.model_pair import Workbench
 from rewrite.verify.models.subjects import Subject
-from rewrite.verify.models.workbench import Workbench
 from rewrite.verify.parallel import Part, Pool
-from rewrite.verify.reach import Reach
 
 from .copies import planted, source_of, upstream, write_package
 

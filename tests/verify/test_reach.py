@@ -12,10 +12,10 @@ import pytest
 
 from rewrite.verify import Options, Verdict, render, summary, verify
 from rewrite.verify.judging.compare import NotRun
-from rewrite.verify.models import sides
+from rewrite.verify.line_coverage import Reach
+from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.counting import counted, uncounted
-from rewrite.verify.models.workbench import on_original
-from rewrite.verify.reach import Reach
+from rewrite.verify.models.model_pair import on_original
 
 from .copies import planted, source_of, upstream, write_package
 
@@ -134,7 +134,7 @@ def test_what_counts_does_not_run_while_the_original_does(package: Path) -> None
     def note(side: str) -> None:
         traced[side] = sys.gettrace() is not None
 
-    counter = Reach.of(sides.locate(package), wanted=True)
+    counter = Reach.of(loaded_sides.locate(package), wanted=True)
     with counter.counted():
         on_original(note, "original")
         with contextlib.suppress(NotRun):

@@ -10,16 +10,16 @@ from types import ModuleType
 import pytest
 
 from rewrite.verify import Options
-from rewrite.verify.calls.forward import low_precision_forward
 from rewrite.verify.calls.registered import registered_checks
-from rewrite.verify.generation.loop import loop_checks
+from rewrite.verify.calls.single_forward import low_precision_forward
+from rewrite.verify.generation.loop_checks import loop_checks
 from rewrite.verify.judging.compare import Mismatch
 from rewrite.verify.judging.verdict import Figure
-from rewrite.verify.models import sides
+from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.model_pair import Workbench
 from rewrite.verify.models.subjects import find_subjects
-from rewrite.verify.models.workbench import Workbench
-from rewrite.verify.state.declared import defaults_alike, signatures_alike
+from rewrite.verify.state.declarations import defaults_alike, signatures_alike
 from rewrite.verify.state.runtime import nothing_kept, step_aside
 
 from .copies import generated, plant, planted, source_of, upstream, write_package
@@ -28,7 +28,7 @@ Run = Callable[[Workbench], Mapping[str, Figure]]
 
 
 def workbench(model: str, folder: Path) -> Workbench:
-    modules = (sides.load(sides.locate(side)) for side in (upstream(model), folder))
+    modules = (loaded_sides.load(loaded_sides.locate(side)) for side in (upstream(model), folder))
     subject, options = find_subjects(*modules).main, Options()
     return Workbench(subject, small_variants(subject.original, subject.causal, options.config), options)
 

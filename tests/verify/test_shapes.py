@@ -13,8 +13,8 @@ from rewrite.verify import Options, verify
 from rewrite.verify.generation.latency import LONGEST, plan_for
 from rewrite.verify.judging.compare import NotRun
 from rewrite.verify.models.inputs import positions_of
-from rewrite.verify.models.shapes import shaped_variant, wide_variant
-from rewrite.verify.models.workbench import Workbench, build
+from rewrite.verify.models.model_pair import Workbench, build
+from rewrite.verify.models.real_shapes import shaped_variant, wide_variant
 
 from .copies import generated, upstream
 

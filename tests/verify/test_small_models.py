@@ -13,7 +13,7 @@ import transformers
 from rewrite.errors import VerificationError
 from rewrite.verify.models import configs, inputs, model_inputs
 from rewrite.verify.models.configs import small_variants
-from rewrite.verify.models.tryout import MAX_PARAMETERS, parameter_count
+from rewrite.verify.models.smoke_test import MAX_PARAMETERS, parameter_count
 from rewrite.verify.state import checkpoints
 
 KINDS = {

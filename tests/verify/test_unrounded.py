@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rewrite.verify.generation.talk import Talk
+from rewrite.verify.generation.loop_scenarios import Talk
 from rewrite.verify.judging.compare import DRAWS, Mismatch, NotRun, Observations, Triple, near_exact
-from rewrite.verify.judging.record import Record
+from rewrite.verify.judging.fp32_free_reference import unrounded
+from rewrite.verify.judging.requested import Record
 from rewrite.verify.judging.tolerances import bound
-from rewrite.verify.judging.unrounded import unrounded
 from rewrite.verify.models.configs import Variant
 from rewrite.verify.models.inputs import random_state_kept
 

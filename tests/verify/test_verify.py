@@ -17,13 +17,13 @@ from transformers.cache_utils import CacheLayerMixin
 from rewrite.verify import Check, Gate, Options, Verdict, clean_import, render, summary, verify
 from rewrite.verify.__main__ import main
 from rewrite.verify.generation.latency import Samples, bootstrap_ratio, outcome
-from rewrite.verify.generation.teacher import Scores, judged
+from rewrite.verify.generation.teacher_forcing import Scores, judged
 from rewrite.verify.generation.texts import Generated, near_tie
 from rewrite.verify.judging.compare import Mismatch, NotRun, near_exact
+from rewrite.verify.judging.low_precision_bound import compare
 from rewrite.verify.judging.tolerances import TABLE
-from rewrite.verify.judging.yardstick import compare
 from rewrite.verify.models.configs import small_variants
-from rewrite.verify.models.sides import load, locate
+from rewrite.verify.models.loaded_sides import load, locate
 
 from .copies import source_of, upstream, write_package
 

@@ -33,7 +33,7 @@ from rewrite.analysis.effects.analysis import Effects, effects_of
 from rewrite.analysis.effects.attributes import Attribute, attribute
 from rewrite.analysis.effects.effect import HEAP, Effect, Value, union
 from rewrite.analysis.effects.meaning import own_names, why_not_plain, why_unsure
-from rewrite.analysis.effects.names import Names
+from rewrite.analysis.effects.name_bindings import Names
 from rewrite.analysis.effects.order import before, between, may_move, why_not_move
 from rewrite.analysis.effects.scope import Scope
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import libcst as cst
 
-from rewrite.analysis.effects.calls import MAX_DEPTH
+from rewrite.analysis.effects.call_effects import MAX_DEPTH
 from rewrite.analysis.effects.effect import Effect
-from rewrite.analysis.effects.names import Names
+from rewrite.analysis.effects.effect_summary import Summary, summary_of
+from rewrite.analysis.effects.name_bindings import Names
 from rewrite.analysis.effects.scope import Scope
-from rewrite.analysis.effects.summary import Summary, summary_of
-from rewrite.analysis.syntax.module import ClassInfo, Module
+from rewrite.analysis.tree.module import ClassInfo, Module
 
 
 class Effects:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from rewrite.analysis.effects.names import SETTERS, Names, dotted_end, is_self
-from rewrite.analysis.syntax.module import ClassInfo, walk
+from rewrite.analysis.effects.name_bindings import SETTERS, Names, dotted_end, is_self
+from rewrite.analysis.tree.module import ClassInfo, walk
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import imported_names, kept, parts
-from rewrite.analysis.syntax.nodes import parameters
+from rewrite.analysis.tree.module import imported_names, kept, parts
+from rewrite.analysis.tree.nodes import parameters
 
 _BINDS = (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.For, cst.NamedExpr, cst.Del)
 _OF_NAMES = frozenset(

@@ -8,7 +8,7 @@ import libcst as cst
 
 from rewrite.analysis.effects import known
 from rewrite.analysis.effects.analysis import Effects
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute, walk
 
 
 def why_not_plain(effects: Effects, function: cst.FunctionDef, owner: ClassInfo | None = None) -> str:

@@ -8,7 +8,7 @@ import libcst as cst
 
 from rewrite.analysis.effects.effect import HEAP, Effect, union
 from rewrite.analysis.effects.scope import Scope
-from rewrite.analysis.syntax.module import parts
+from rewrite.analysis.tree.module import parts
 
 
 def why_not_move(scope: Scope, moved: Effect, past: Effect) -> str | None:

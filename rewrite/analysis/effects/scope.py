@@ -17,13 +17,13 @@ import libcst as cst
 
 from rewrite.analysis.effects.attributes import attribute
 from rewrite.analysis.effects.bound import bound, locals_of, targets
-from rewrite.analysis.effects.calls import called, is_parameter, makes_new_tensor
+from rewrite.analysis.effects.call_effects import called, is_parameter, makes_new_tensor
 from rewrite.analysis.effects.effect import HEAP, NOTHING, Effect, Value, union
+from rewrite.analysis.effects.effect_summary import own_parameters
 from rewrite.analysis.effects.known import NO_TENSOR, OF_TENSORS
-from rewrite.analysis.effects.names import is_self
-from rewrite.analysis.effects.summary import own_parameters
-from rewrite.analysis.syntax.module import ClassInfo, of_kind, parts, self_attribute, walk
-from rewrite.analysis.syntax.nodes import given_names, parameters
+from rewrite.analysis.effects.name_bindings import is_self
+from rewrite.analysis.tree.module import ClassInfo, of_kind, parts, self_attribute, walk
+from rewrite.analysis.tree.nodes import given_names, parameters
 
 if TYPE_CHECKING:
     from rewrite.analysis.effects.analysis import Effects

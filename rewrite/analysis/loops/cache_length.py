@@ -12,10 +12,10 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.effects import effects_of
-from rewrite.analysis.loops.handed_on import handed_on
 from rewrite.analysis.loops.host_constants import is_target
-from rewrite.analysis.syntax.module import Module, of_kind, walk
-from rewrite.analysis.syntax.nodes import given_names, parameters, single_assignments
+from rewrite.analysis.loops.length_flow import handed_on
+from rewrite.analysis.tree.module import Module, of_kind, walk
+from rewrite.analysis.tree.nodes import given_names, parameters, single_assignments
 
 _IS_TENSOR = m.Call(
     func=m.Name("isinstance"),

@@ -1,4 +1,4 @@
-"""States that a model carries from call to call without a cache (`runtime/decode/carried.py`).
+"""States that a model carries from call to call without a cache (`runtime/decode/recurrent_state.py`).
 
 A module may keep one on itself: an attribute that `forward` makes from what it was. Or `forward` takes states by a
 name, gives them back by the same one, and the generation loop hands them on.
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.syntax.module import MOVES, ClassInfo, Module, kept, of_kind, parts, self_attribute, walk
-from rewrite.analysis.syntax.nodes import calls_in, given, parameters
+from rewrite.analysis.tree.module import MOVES, ClassInfo, Module, kept, of_kind, parts, self_attribute, walk
+from rewrite.analysis.tree.nodes import calls_in, given, parameters
 
 _HANDED_ON = ("state",)
 """What transformers' loop hands on by the name by which it is given back, besides a cache."""

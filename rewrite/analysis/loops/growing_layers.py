@@ -7,8 +7,8 @@ import re
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind, self_attribute, small_statements, walk
-from rewrite.analysis.syntax.nodes import parameters
+from rewrite.analysis.tree.module import ClassInfo, Module, of_kind, self_attribute, small_statements, walk
+from rewrite.analysis.tree.nodes import parameters
 
 _OF_CACHES = re.compile(r"(^|.*\.)cache_utils\.\w+|transformers\.\w*Cache")
 _STATIC = re.compile(r"Static\w*Layer$")

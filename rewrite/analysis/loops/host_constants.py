@@ -10,8 +10,8 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.effects import attribute, effects_of
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
-from rewrite.analysis.syntax.nodes import block_of, bound_names, given_names, parameters
+from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.tree.nodes import block_of, bound_names, given_names, parameters
 
 _INTEGER = m.Integer() | m.UnaryOperation(operator=m.Minus(), expression=m.Integer())
 _NUMBER = _INTEGER | m.Float() | m.UnaryOperation(operator=m.Minus(), expression=m.Float())

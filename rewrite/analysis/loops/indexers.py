@@ -14,8 +14,8 @@ import libcst.matchers as m
 
 from rewrite.analysis.effects import effects_of
 from rewrite.analysis.loops.growing_layers import growing_methods
-from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind
-from rewrite.analysis.syntax.nodes import given_names, parameters
+from rewrite.analysis.tree.module import ClassInfo, Module, of_kind
+from rewrite.analysis.tree.nodes import given_names, parameters
 
 _COUNTS = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "item", "tolist")
 """What gives a size, or a number, that only the device knows."""

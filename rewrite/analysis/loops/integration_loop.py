@@ -19,10 +19,10 @@ from fractions import Fraction
 import libcst as cst
 
 from rewrite.analysis.effects import HEAP, Scope, attribute, effects_of, own_names
-from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, self_attribute, walk
-from rewrite.analysis.syntax.nodes import bound_names
 from rewrite.analysis.terms.computation import NotComputable, Run, subterms
 from rewrite.analysis.terms.spelling import Term, constant
+from rewrite.analysis.tree.module import ClassInfo, Module, names_in, self_attribute, walk
+from rewrite.analysis.tree.nodes import bound_names
 
 _Sum = dict[str, Fraction]
 """How often each name is in a sum; `""` for the number beside them."""

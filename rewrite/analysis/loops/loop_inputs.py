@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.syntax.cache_names import PASSED
+from rewrite.analysis.tree.cache_names import PASSED
 
 _NAME = "prepare_inputs_for_generation"
 _SUPER = m.Call(func=m.Attribute(value=m.Call(func=m.Name("super"), args=[]), attr=m.Name(_NAME)))

@@ -3,10 +3,11 @@
 By what a class keeps and how it is read and written, three forms are known:
 
 * a cache derived from `DynamicCache` that keeps something beside its layers, by methods of its own
-  (`runtime/cache/own.py`);
-* an object without a base that `forward` makes, takes and gives back by one name (`runtime/decode/carried.py`);
+  (`runtime/cache/custom_cache.py`);
+* an object without a base that `forward` makes, takes and gives back by one name
+  (`runtime/decode/recurrent_state.py`);
 * a layer derived from `DynamicLayer` with tensors that a method grows by the tokens it is given, as keys grow
-  (`runtime/cache/grown.py`).
+  (`runtime/cache/extra_tensors.py`).
 
 Whether what lies in a cache or an object has a form that stays is seen where it runs.
 """
@@ -18,12 +19,12 @@ from collections.abc import Collection, Iterator
 import libcst as cst
 import libcst.matchers as m
 
+from rewrite.analysis.loops.cache_windows import reached
 from rewrite.analysis.loops.carried_states import handed_states
 from rewrite.analysis.loops.growing_layers import ASKED, BESIDE, grown, is_of_caches, is_plain, keeps_nothing
-from rewrite.analysis.loops.window import reached
-from rewrite.analysis.syntax.cache_names import PASSED
-from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind, walk
-from rewrite.analysis.syntax.nodes import calls_in, parameters
+from rewrite.analysis.tree.cache_names import PASSED
+from rewrite.analysis.tree.module import ClassInfo, Module, of_kind, walk
+from rewrite.analysis.tree.nodes import calls_in, parameters
 
 CACHES = (*PASSED, "cache_params")
 _OF_A_CACHE = frozenset({"__init__", "__len__", "__repr__", *BESIDE})

@@ -1,7 +1,7 @@
 """What a class has of the generation loop itself, and what of it the inherited loop can go on without.
 
 A method that adds to the inherited one and calls it leaves the loop to it. One that prepares a step is asked for steps
-that are never run (`runtime/decode/step_inputs.py`): it may compute, and must leave everything as it was.
+that are never run (`runtime/decode/recorded_inputs.py`): it may compute, and must leave everything as it was.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, of_kind, self_attribute, walk
-from rewrite.analysis.syntax.nodes import calls_in, mutated_names, parameters
+from rewrite.analysis.tree.module import ClassInfo, Module, names_in, of_kind, self_attribute, walk
+from rewrite.analysis.tree.nodes import calls_in, mutated_names, parameters
 
 _PARTS = ("_sample", "_prefill")
 _AROUND = ("_prepare_cache_for_generation", "generate")
@@ -104,7 +104,7 @@ def cut_by_length(module: Module) -> str | None:
     """Return the code of a subscript `x[…, keys - queries : keys, …]` that has nothing to tell a step what it means.
 
     With `: keys` for another dimension it is rows of a table over all positions, and a step takes those at its own
-    position (`runtime/decode/step_length.py`).
+    position (`runtime/decode/device_length.py`).
     """
     for node in of_kind(module.tree, cst.Subscript):
         slices = [element.slice for element in node.slice if isinstance(element.slice, cst.Slice)]

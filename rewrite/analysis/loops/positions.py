@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.syntax.module import Module, walk
-from rewrite.analysis.syntax.nodes import called_attribute, calls_in, given_names
+from rewrite.analysis.tree.module import Module, walk
+from rewrite.analysis.tree.nodes import called_attribute, calls_in, given_names
 
 _POSITIONS = "position_ids"
 _SAME = frozenset(

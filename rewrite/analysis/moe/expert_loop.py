@@ -9,10 +9,10 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.effects import HEAP, Scope, effects_of
-from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, walk
-from rewrite.analysis.syntax.nodes import bound_names
 from rewrite.analysis.terms.computation import Bindings, NotComputable, Run, subterms
 from rewrite.analysis.terms.spelling import Term, constant, make
+from rewrite.analysis.tree.module import ClassInfo, Module, names_in, walk
+from rewrite.analysis.tree.nodes import bound_names
 
 _NO_GRAD = m.With(items=[m.WithItem(item=m.Call(func=m.Attribute(attr=m.Name("no_grad"))))])
 _ZERO, _ONE = constant(0), constant(1)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from rewrite.analysis.step.source import source
-from rewrite.analysis.step.terms import why_not_read
-from rewrite.analysis.syntax.module import ClassInfo, Module, without_runtime
-from rewrite.analysis.syntax.nodes import parameters
+from rewrite.analysis.blocks.term_source import source
+from rewrite.analysis.blocks.terms import why_not_read
 from rewrite.analysis.terms.computation import NotComputable, body
 from rewrite.analysis.terms.spelling import FLOAT32, NONE, Term, constant, make
+from rewrite.analysis.tree.module import ClassInfo, Module, without_runtime
+from rewrite.analysis.tree.nodes import parameters
 
 GATE = "_apply_gate"
 """What `use_experts_implementation` calls between the products."""

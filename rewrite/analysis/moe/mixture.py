@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from rewrite.analysis.blocks.called import check_calls
+from rewrite.analysis.blocks.term_source import source
+from rewrite.analysis.blocks.terms import MAX_DEPTH, run_step
 from rewrite.analysis.moe.gating import OtherForm, experts_form
 from rewrite.analysis.moe.ways import Ways
-from rewrite.analysis.step.called import check_calls
-from rewrite.analysis.step.source import source
-from rewrite.analysis.step.terms import MAX_DEPTH, run_step
-from rewrite.analysis.syntax.module import ClassInfo, Module, dotted
-from rewrite.analysis.syntax.nodes import parameters
 from rewrite.analysis.terms.computation import NotComputable
 from rewrite.analysis.terms.spelling import NONE, Term, constant
+from rewrite.analysis.tree.module import ClassInfo, Module, dotted
+from rewrite.analysis.tree.nodes import parameters
 
 _DECORATOR = "integrations.use_experts_implementation"
 

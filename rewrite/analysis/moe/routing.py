@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from rewrite.analysis.blocks.term_source import source
+from rewrite.analysis.blocks.terms import MAX_DEPTH, values_of, why_not_read
 from rewrite.analysis.moe.ways import UNDEFINED, Ways, decided, taken
-from rewrite.analysis.step.source import source
-from rewrite.analysis.step.terms import MAX_DEPTH, values_of, why_not_read
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute
-from rewrite.analysis.syntax.nodes import parameters
 from rewrite.analysis.terms.computation import Bindings, NotComputable, Pattern, operation, subterms, unify
 from rewrite.analysis.terms.spelling import BINARY, FLOAT32, NONE, Term, constant, dtype_of, make
+from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute
+from rewrite.analysis.tree.nodes import parameters
 
 _SIGNATURES = {
     "clamp": ("input", "min", "max"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
-from rewrite.analysis.step.terms import Step
+from rewrite.analysis.blocks.terms import Step
 from rewrite.analysis.terms.computation import Bindings, operation, subterms
 from rewrite.analysis.terms.spelling import Term, make
 

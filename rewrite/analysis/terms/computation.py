@@ -17,9 +17,9 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
-from rewrite.analysis.syntax.nodes import names_bound_by
 from rewrite.analysis.terms.spelling import ALIASES, ARGUMENTS, BINARY, COMPARISON, KEYWORDS, Term, constant, make
+from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.tree.nodes import names_bound_by
 from rewrite.errors import RewriteError
 
 MAX_DEPTH = 4

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import Module, walk
 from rewrite.analysis.terms.computation import MAX_DEPTH, Bindings, NotComputable, Run
 from rewrite.analysis.terms.spelling import Term, make
+from rewrite.analysis.tree.module import Module, walk
 
 
 def outcome(function: cst.FunctionDef, module: Module) -> Term:

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hf_rewrite_runtime.cache.names import argument_of, given_back, keeps_states_alone
+from hf_rewrite_runtime.cache.cache_argument import argument_of, given_back, keeps_states_alone
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..models.inputs import Batch
-    from ..models.workbench import Workbench
+    from ..models.model_pair import Workbench
 
 
 def approximation_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_rewrite_runtime.cache.names import argument_of
+from hf_rewrite_runtime.cache.cache_argument import argument_of
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
+from ..judging.low_precision_bound import compare
 from ..judging.verdict import Figure
-from ..judging.yardstick import compare
 from ..models.configs import Variant
 from ..models.inputs import tokens
-from ..models.workbench import Workbench, attempted, on_original
+from ..models.model_pair import Workbench, attempted, on_original
 from .caches import new_cache
 
 if TYPE_CHECKING:

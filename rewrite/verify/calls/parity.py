@@ -8,11 +8,11 @@ from typing import Any
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, Triple, finite, join, near_exact, same_names
-from ..judging.unrounded import unrounded
+from ..judging.fp32_free_reference import unrounded
+from ..judging.low_precision_bound import Runs, compare_draws
 from ..judging.verdict import Figure
-from ..judging.yardstick import Runs, compare_draws
 from ..models.configs import Variant
-from ..models.workbench import Pair, Workbench, on_original
+from ..models.model_pair import Pair, Workbench, on_original
 from .caches import CACHED
 from .scenarios import FORWARD, Scenario, Setting
 

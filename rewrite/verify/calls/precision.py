@@ -15,18 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_rewrite_runtime.cache.names import argument_of, given_back
+from hf_rewrite_runtime.cache.cache_argument import argument_of, given_back
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, finite, require_same_dtypes, same_names
-from ..judging.unrounded import unrounded
+from ..judging.fp32_free_reference import unrounded
+from ..judging.low_precision_bound import Runs, compare_draws
 from ..judging.verdict import Figure
-from ..judging.yardstick import Runs, compare_draws
 from ..models.configs import Variant
 from ..models.inputs import positions_of
 from ..models.model_inputs import make
-from ..models.workbench import Pair, Workbench, on_original
-from .norms import norms_round
+from ..models.model_pair import Pair, Workbench, on_original
+from .norm_rounding import norms_round
 from .observed import everything
 from .scenarios import Outputs, Scenario, Setting, call, main_output, real
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..judging.checks import CheckRun
 from ..judging.compare import NotRun, Observations, near_exact
-from ..judging.unrounded import unrounded
+from ..judging.fp32_free_reference import unrounded
 from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.inputs import Padding
-from ..models.workbench import Workbench, on_original
+from ..models.model_pair import Workbench, on_original
 from .observed import everything
 from .scenarios import Outputs, Setting, call
 

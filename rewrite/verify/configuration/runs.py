@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_rewrite_runtime.cache.names import argument_of, given_back
+from hf_rewrite_runtime.cache.cache_argument import argument_of, given_back
 
 from ..judging.compare import NotRun, equal
 from ..models.configs import Variant
 from ..models.inputs import Padding, seed_all
 from ..models.model_inputs import TEXT, make, tensors
-from ..models.workbench import Workbench, build, on_original, randomise
+from ..models.model_pair import Workbench, build, on_original, randomise
 from .values import Variation, changed
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from typing import Any
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, finite, near_exact
-from ..judging.unrounded import unrounded
+from ..judging.fp32_free_reference import unrounded
 from ..judging.verdict import ConfigField, Figure
 from ..models.configs import Variant, small_variants
 from ..models.model_inputs import TEXT, kinds_of
+from ..models.model_pair import Workbench, build, on_original
 from ..models.subjects import Subject
-from ..models.workbench import Workbench, build, on_original
 from .reader import fields_read
 from .runs import Observed, Outputs, Runs
 from .values import Choices, Variation, changed, choices

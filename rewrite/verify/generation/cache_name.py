@@ -10,10 +10,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from hf_rewrite_runtime.cache.names import NAMES, passed_on
+from hf_rewrite_runtime.cache.cache_argument import NAMES, passed_on
 
 from ..judging.compare import NotRun
-from ..models.workbench import Workbench, on_original
+from ..models.model_pair import Workbench, on_original
 
 
 def lost_cache(bench: Workbench) -> str:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from ..calls.captured import captured_checks
+from ..calls.captured_replays import captured_checks
 from ..judging.checks import CheckRun
 from ..judging.compare import NotRun
 from ..judging.verdict import Figure
 from ..models.model_inputs import TEXT
-from ..models.workbench import Workbench
-from .loop import StepDiffers, loop_checks
+from ..models.model_pair import Workbench
+from .loop_checks import StepDiffers, loop_checks
 
 ITSELF = "itself: "
 """What the names of these checks begin with."""

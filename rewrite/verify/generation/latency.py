@@ -21,8 +21,8 @@ from ..models.configs import Variant
 from ..models.device import kernels_per_token, memory_bandwidth, peak_memory, stopwatch
 from ..models.inputs import positions_of, tokens
 from ..models.model_inputs import TEXT, make, vocabulary
-from ..models.shapes import shaped_variant
-from ..models.workbench import Pair, Workbench, on_original
+from ..models.model_pair import Pair, Workbench, on_original
+from ..models.real_shapes import shaped_variant
 
 RESAMPLES = 2000
 SHORT = 8
@@ -257,7 +257,7 @@ def large_pair(bench: Workbench, variant: Variant) -> Pair:
     """Both models of a real shape on the device, with equal weights; the original's are drawn there."""
     import torch
 
-    from ..models.workbench import build
+    from ..models.model_pair import build
 
     arguments = (variant, bench.implementations()[0], bench.options.dtype, bench.options.device)
     torch.manual_seed(bench.seed_for("large"))

@@ -7,11 +7,11 @@ import inspect
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from hf_rewrite_runtime.cache.names import argument_of
+from hf_rewrite_runtime.cache.cache_argument import argument_of
 
 from ..calls.caches import new_cache
 from ..models.inputs import Batch
-from ..models.workbench import Workbench
+from ..models.model_pair import Workbench
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_rewrite_runtime.cache.names import asked_with, given_back
+from hf_rewrite_runtime.cache.cache_argument import asked_with, given_back
 
 from ..calls.approximate import step_by_step
 from ..judging.checks import CheckRun
@@ -16,7 +16,7 @@ from ..judging.tolerances import bound
 from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.inputs import Batch, prompt, seed_all
-from ..models.workbench import Workbench, on_original
+from ..models.model_pair import Workbench, on_original
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from pathlib import Path
 from rewrite.errors import NothingToBuild, RewriteError, SourceDoesNotImport
 
 from .compare import DoesNotRun, Mismatch, NotRun
-from .patience import NeverEnds, watched
 from .verdict import Check, Failure, Figure, Gate, Status
+from .watchdog import NeverEnds, watched
 
 Progress = Callable[[str], None]
 LIBRARIES = frozenset({"torch", "transformers"})

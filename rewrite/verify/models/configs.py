@@ -18,7 +18,7 @@ from rewrite.errors import VerificationError
 from . import small_fields as small
 from .model_inputs import TEXT
 from .sizes import CHOICES, ESSENTIAL, EVERY_KEY, HEAD_DIM, HEADS, HIDDEN, OVERRIDES, SMALL, VOCAB, WINDOW
-from .tryout import runs_on
+from .smoke_test import runs_on
 
 __all__ = ["VOCAB", "WINDOW", "Variant", "flipped_fields", "small_fields", "small_variants"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .sides import Source
+    from .loaded_sides import Source
 
 TRANSFORM = "fp8"
 FEW_SEQUENCES = 16

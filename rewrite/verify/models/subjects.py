@@ -48,7 +48,7 @@ class Subject:
     @property
     def takes_cache(self) -> bool:
         """Whether the original's `forward` names a cache that holds keys and values."""
-        from hf_rewrite_runtime.cache.names import NAMES
+        from hf_rewrite_runtime.cache.cache_argument import NAMES
 
         return any(map(self.accepts, NAMES[:2]))
 

@@ -15,8 +15,8 @@ from ..judging.compare import Mismatch
 from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.model_inputs import make
-from ..models.workbench import Workbench, build, on_original
-from .structure import same_state, same_tying
+from ..models.model_pair import Workbench, build, on_original
+from .class_structure import same_state, same_tying
 
 SHARD = 60_000
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ..calls.given import IDS, Call
+from ..calls.argument_values import IDS, Call
 from ..calls.scenarios import Outputs, Setting, main_output
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, near_exact
-from ..judging.unrounded import unrounded
+from ..judging.fp32_free_reference import unrounded
 from ..judging.verdict import Figure
 from ..models.inputs import seed_all
-from ..models.workbench import Workbench, on_original, without_added
-from .structure import same_state, same_tying
+from ..models.model_pair import Workbench, on_original, without_added
+from .class_structure import same_state, same_tying
 
 MORE = 8
 """How many rows a vocabulary grows by."""

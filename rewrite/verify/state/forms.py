@@ -18,7 +18,7 @@ from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
 from ..judging.verdict import Figure
 from ..models.inputs import prompt
-from ..models.workbench import Pair, Workbench, lock_of, on_original
+from ..models.model_pair import Pair, Workbench, lock_of, on_original
 from .runtime import STEP, called
 
 NEW = 3

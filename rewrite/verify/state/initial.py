@@ -10,8 +10,8 @@ from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch
 from ..judging.verdict import Figure
 from ..models.inputs import seed_all
-from ..models.workbench import Workbench, on_original
-from .structure import same_state, same_tying
+from ..models.model_pair import Workbench, on_original
+from .class_structure import same_state, same_tying
 
 RANGES = {"initializer_range": 0.05, "init_std": 0.05, "initializer_factor": 1.3}
 """Fields that say how large weights are at first, away from what they are by default."""

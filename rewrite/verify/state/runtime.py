@@ -16,7 +16,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hf_rewrite_runtime.cache.names import argument_of, given_back
+from hf_rewrite_runtime.cache.cache_argument import argument_of, given_back
 from rewrite.measure.runtime_part import has_runtime, runtime_part
 
 from ..judging.checks import CheckRun
@@ -24,7 +24,7 @@ from ..judging.compare import Mismatch, NotRun
 from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.model_inputs import make
-from ..models.workbench import Workbench, build, on_original
+from ..models.model_pair import Workbench, build, on_original
 
 if TYPE_CHECKING:
     from torch import Tensor

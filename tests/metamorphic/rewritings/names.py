@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import ClassInfo, self_attribute, walk
-from rewrite.analysis.syntax.nodes import bound_names, parameters
+from rewrite.analysis.tree.module import ClassInfo, self_attribute, walk
+from rewrite.analysis.tree.nodes import bound_names, parameters
 
 from ..calls import Calls, derives, plain_names
 from ..rewriting import Rewriting

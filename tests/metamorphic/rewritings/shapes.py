@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import walk
-from rewrite.analysis.syntax.nodes import mutated_names, single_assignments
+from rewrite.analysis.tree.module import walk
+from rewrite.analysis.tree.nodes import mutated_names, single_assignments
 
 from ..rewriting import Expressions, call, guarded, method
 

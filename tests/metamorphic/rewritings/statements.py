@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import names_in, parts, walk
-from rewrite.analysis.syntax.nodes import replace_nodes
+from rewrite.analysis.tree.module import names_in, parts, walk
+from rewrite.analysis.tree.nodes import replace_nodes
 
 from ..evaluation import TRIVIAL, evaluated, pure, trivial
 from ..rewriting import Blocks, guarded

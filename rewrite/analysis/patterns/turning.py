@@ -1,0 +1,107 @@
+"""Which functions look like a rotation by positions: by what they multiply, whatever its names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import libcst as cst
+
+from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.tree.nodes import calls_in, parameters
+
+_PRODUCTS = ("mul", "multiply")
+_SUMS = ("add", "sub", "subtract", "addcmul")
+_REARRANGING = frozenset({"cat", "concat", "concatenate", "stack", "roll", "flip", "neg", "view_as_complex"})
+_From = frozenset[str]
+
+
+def looks_turning(function: cst.FunctionDef, module: Module, owner: ClassInfo | None = None) -> bool:
+    """Whether a function multiplies one tensor with two tables, adds, and puts parts of a tensor in other places.
+
+    Also one that multiplies complex numbers, and one that takes a `cos` and a `sin` and multiplies at all.
+    """
+    params = [name for name in parameters(function) if name != "self"]
+    called = set(_called(function, module, owner))
+    multiplies = any(True for _ in _products(function.body)) or bool(called & {*module.functions})
+    if len(params) >= 3 and multiplies and all(any(p in name for name in params) for p in ("cos", "sin")):
+        return True
+    products = list(_by_parameters(function, params))
+    if "view_as_complex" in called:
+        return len(params) >= 2 and any(one and other for one, other in products)
+    if len(params) < 3 or not called & _REARRANGING or not _adds(function.body):
+        return False
+    return any(_has_two_tables(tensor, products) for tensor in params)
+
+
+def _has_two_tables(tensor: str, products: list[tuple[_From, _From]]) -> bool:
+    """Whether something made from a parameter is multiplied with two tables, made from others."""
+    tables = {b for one, other in products for a, b in ((one, other), (other, one)) if tensor in a and tensor not in b}
+    tables -= {frozenset()}
+    return any(one - other and other - one for one in tables for other in tables)
+
+
+def _by_parameters(function: cst.FunctionDef, params: list[str]) -> Iterator[tuple[_From, _From]]:
+    """Yield, for each product, the parameters that its sides are made from."""
+    made: dict[str, _From] = {name: frozenset({name}) for name in params}
+    for line in walk(function.body):
+        if isinstance(line, cst.BaseSmallStatement):
+            for one, other in _products(line):
+                yield _origin(one, made), _origin(other, made)
+            if isinstance(line, cst.Assign):
+                _assign(line, made)
+
+
+def _assign(line: cst.Assign, made: dict[str, _From]) -> None:
+    for target in line.targets:
+        held, value = target.target, line.value
+        if isinstance(held, cst.Tuple) and isinstance(value, cst.Tuple) and len(held.elements) == len(value.elements):
+            origins = [_origin(element.value, made) for element in value.elements]
+            pairs = zip((element.value for element in held.elements), origins, strict=True)
+        else:
+            names = [element.value for element in held.elements] if isinstance(held, cst.Tuple) else [held]
+            pairs = zip(names, [_origin(value, made)] * len(names), strict=True)
+        made.update({name.value: origin for name, origin in pairs if isinstance(name, cst.Name)})
+
+
+def _origin(node: cst.CSTNode, made: Mapping[str, _From]) -> _From:
+    names = (inner.value for inner in walk(node) if isinstance(inner, cst.Name))
+    return frozenset[str]().union(*(made.get(name, frozenset()) for name in names))
+
+
+def _products(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
+    for inner in walk(node):
+        if isinstance(inner, cst.BinaryOperation) and isinstance(inner.operator, cst.Multiply):
+            yield inner.left, inner.right
+        elif isinstance(inner, cst.Call) and _name(inner) in _PRODUCTS:
+            given = [argument.value for argument in inner.args]
+            if len(given) == 1 and isinstance(inner.func, cst.Attribute):
+                given.insert(0, inner.func.value)
+            if len(given) == 2:
+                yield given[0], given[1]
+
+
+def _adds(node: cst.CSTNode) -> bool:
+    signs = (cst.Add, cst.Subtract)
+    return any(
+        (isinstance(inner, cst.BinaryOperation) and isinstance(inner.operator, signs))
+        or (isinstance(inner, cst.Call) and _name(inner) in _SUMS)
+        for inner in walk(node)
+    )
+
+
+def _called(function: cst.FunctionDef, module: Module, owner: ClassInfo | None) -> Iterator[str]:
+    """Yield the names of what a function calls, and of what the functions of the file that it calls call."""
+    for call in calls_in(function.body):
+        yield _name(call)
+        method = self_attribute(call.func)
+        helper = module.functions.get(call.func.value) if isinstance(call.func, cst.Name) else None
+        if method is not None and owner is not None:
+            helper = module.method(owner, method)
+        for inner in calls_in(helper.body) if helper is not None else ():
+            yield _name(inner)
+
+
+def _name(call: cst.Call) -> str:
+    if isinstance(call.func, cst.Attribute):
+        return call.func.attr.value
+    return call.func.value if isinstance(call.func, cst.Name) else ""

@@ -1,0 +1,1 @@
+"""Compute of a call that need not happen: what repeats, and what nothing reads."""

@@ -1,0 +1,93 @@
+"""Which layer of fixed addresses stands for what one of a growing cache holds: states, keys and values, or both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from . import states
+from .extra_tensors import GrownLayer, grown_by
+from .layers import INDEXED, IndexedLayer, PreallocatedLayer
+
+if TYPE_CHECKING:
+    from .preallocated import PreallocatedCache
+
+
+if states.LAYER is not None:
+
+    class StateLayer(states.LAYER):
+        """One layer's states; nothing of it grows with the text."""
+
+        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+            """Allocate zeroed states like those given, which any later call may write."""
+            with torch.inference_mode(False):
+                super().lazy_initialization(*args, **kwargs)
+
+    class HybridLayer(StateLayer, PreallocatedLayer):
+        """One layer's keys and values, and states beside them."""
+
+        def __init__(self, cache: PreallocatedCache, number_of_states: int):
+            PreallocatedLayer.__init__(self, cache)
+            states.LAYER.__init__(self, number_of_states=number_of_states)
+
+        @property
+        def is_compileable(self) -> bool:
+            """Whether masks must be made for the whole buffer."""
+            return self.cache.stepping
+
+        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+            """Allocate buffers for keys and values, which are given by position, or states, given by name."""
+            kind = PreallocatedLayer if args else StateLayer
+            kind.lazy_initialization(self, *args, **kwargs)
+
+        def get_max_length(self) -> int:
+            """Return the capacity."""
+            return PreallocatedLayer.get_max_length(self)
+
+
+def has_like(kind: type) -> bool:
+    """Return whether a class of layers of transformers' growing cache has its like here."""
+    if kind in _STATEFUL:
+        return True
+    if kind is INDEXED:
+        return True
+    return kind in (*_GROWING, _DUMMY) or grown_by(kind) is not None
+
+
+def layer_like(layer: Any, cache: PreallocatedCache) -> Any:
+    """Return a layer of `cache` for what a layer of transformers' growing cache holds; None if nothing here can."""
+    kind = type(layer)
+    if not has_like(kind):
+        return None
+    if states.is_stateful(layer):
+        hybrid = isinstance(layer, DynamicLayer)
+        return HybridLayer(cache, layer.number_of_states) if hybrid else StateLayer(layer.number_of_states)
+    if kind is INDEXED:
+        return IndexedLayer(cache)
+    if (grown := grown_by(kind)) is not None:
+        return GrownLayer(cache, grown)
+    return layer if kind is _DUMMY else PreallocatedLayer(cache)
+
+
+def is_like(mine: Any, theirs: Any) -> bool:
+    """Return whether a layer here stands for one of a growing cache; None for one that is not there yet."""
+    if states.is_stateful(mine) != states.is_stateful(theirs):
+        return False
+    if INDEXED is not None and isinstance(mine, IndexedLayer) != isinstance(theirs, INDEXED):
+        return False
+    return isinstance(mine, GrownLayer) == (grown_by(type(theirs)) is not None)
+
+
+_GROWING = (DynamicLayer, DynamicSlidingWindowLayer)
+_DUMMY: Any = vars(cache_utils).get("DummyLayer")
+_STATEFUL = tuple(
+    vars(cache_utils).get(name, states.LAYER)
+    for name in (
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+    )
+)

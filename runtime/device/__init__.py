@@ -1,0 +1,1 @@
+"""What operators know of the device: graphs, split-K semaphores, dependent launches, tiles of rows."""

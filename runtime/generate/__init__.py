@@ -1,0 +1,1 @@
+"""`generate()` as a loop over a captured step."""

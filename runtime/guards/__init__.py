@@ -1,0 +1,1 @@
+"""What a captured call was made from, and whether any of it has been replaced since."""

@@ -1,0 +1,1 @@
+"""Drafted tokens, verified several at a time."""

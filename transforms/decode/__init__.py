@@ -1,0 +1,1 @@
+"""Transforms for a decode step: fixed addresses, fixed counts, methods for one token."""
