@@ -120,8 +120,8 @@ class UnknownOperator(UsageError):
 
     def __init__(self, use: str):
         super().__init__(
-            f"a transform uses '{use}', which the runtime does not offer: `Found.uses` names what a room of it "
-            "exports, as in 'norms.rms_norm'; a function of your own comes in by `Found.imports`"
+            f"a transform uses '{use}', which the runtime does not offer: `Found.uses` names what it offers, as in "
+            "'rms_norm'; a function of your own comes in by `Found.imports`"
         )
 
 

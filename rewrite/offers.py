@@ -30,23 +30,18 @@ class Offer:
     computes: str = ""
     """A Python function, for which the analysis takes a call; empty where the operator is an operation of its own."""
     step: str = ""
-    """The `room.function` that does its work in a decode step."""
+    """The function that does its work in a decode step."""
     fp8: str = ""
-    """The `room.function` that takes its place, and reads the weights of its projections in 8 bits."""
+    """The function that takes its place, and reads the weights of its projections in 8 bits."""
     fp8_rows: str = ""
-    """The `room.function` that takes its place, and writes rows in 8 bits for those that do."""
+    """The function that takes its place, and writes rows in 8 bits for those that do."""
     fp8_class: str = ""
-    """The `room.Class` that takes its place as a base of a class whose projections do."""
+    """The class that takes its place as a base of a class whose projections do."""
 
     @property
     def room(self) -> str:
         """`norms`."""
         return self.file.split("/")[0]
-
-    @property
-    def use(self) -> str:
-        """`norms.add_norm`, as in `Found.uses`."""
-        return f"{self.room}.{self.name}"
 
     @property
     def module(self) -> str:
@@ -68,12 +63,12 @@ OFFERS = (
         "native_gqa",
         "attention/grouped_query",
         shapes="an attention function of transformers -> one",
-        step="attention.decode_attention",
+        step="decode_attention",
     ),
-    Offer("qkv_step", "rope/qkv_step", shapes="[B, 1, I] -> [B, H, 1, D]", fp8="fp8.fp8_qkv_step"),
+    Offer("qkv_step", "rope/qkv_step", shapes="[B, 1, I] -> [B, H, 1, D]", fp8="fp8_qkv_step"),
     Offer("projected_step", "rope/qkv_step", shapes="[B, 1, (H + 2 Hk) D] -> [B, H, 1, D]"),
-    Offer("rotary", "rope/rotary", shapes="[B, H, S, D], [B, Hk, S, D] -> the same", step="rope.qkv_step"),
-    Offer("rotary_single", "rope/rotary", shapes="[B, H, S, D] -> [B, H, S, D]", step="rope.qkv_step"),
+    Offer("rotary", "rope/rotary", shapes="[B, H, S, D], [B, Hk, S, D] -> the same", step="qkv_step"),
+    Offer("rotary_single", "rope/rotary", shapes="[B, H, S, D] -> [B, H, S, D]", step="qkv_step"),
     Offer("rotary_rows", "rope/rope_cos_sin", shapes="[B, n] -> 2 × [B, n, R]"),
     Offer(
         "segment_attention",
@@ -95,7 +90,7 @@ OFFERS = (
     Offer("hands_on_states", "decode/recurrent_state"),
     Offer("recomputes_at_switch", "decode/eligibility"),
     Offer("within_window", "decode/eligibility"),
-    Offer("GraphGeneration", "generate/generation", fp8_class="fp8.Fp8GraphGeneration"),
+    Offer("GraphGeneration", "generate/generation", fp8_class="Fp8GraphGeneration"),
     Offer("CapturedForward", "forward/captured"),
     Offer("fp8_add_norm", "fp8/fp8_add_rms_norm", shapes="[N, H], [N, H] -> ([N, H], [N, H])"),
     Offer("Fp8GraphGeneration", "fp8/fp8_generation"),
@@ -146,7 +141,7 @@ def add_norm(hidden_states, residual, norm):
     summed = residual + hidden_states
     return norm(summed), summed
 """,
-        fp8_rows="fp8.fp8_add_norm",
+        fp8_rows="fp8_add_norm",
     ),
     Offer("add_rms_norm", "norms/add_rms_norm", shapes="[N, H], [N, H] -> ([N, H], [N, H])"),
     Offer("layer_norm", "norms/layer_norm", shapes="[N, H] -> [N, H]"),
@@ -158,7 +153,7 @@ def add_norm(hidden_states, residual, norm):
         "gated_activation",
         "linear/gated_activation",
         shapes="[N, I], [N, I] -> [N, I]",
-        step="linear.gated_linear",
+        step="gated_linear",
     ),
     Offer(
         "gated_product",
@@ -187,8 +182,8 @@ def routed_packed_linear(input, *projections):
     return tuple(projection(input) for projection in projections)
 """,
     ),
-    Offer("gated_linear", "linear/linear", shapes="[N, I] -> [N, O]", fp8="fp8.fp8_gated_linear"),
-    Offer("linear", "linear/linear", shapes="[N, I] -> [N, O]", fp8="fp8.fp8_linear"),
+    Offer("gated_linear", "linear/linear", shapes="[N, I] -> [N, O]", fp8="fp8_gated_linear"),
+    Offer("linear", "linear/linear", shapes="[N, I] -> [N, O]", fp8="fp8_linear"),
     Offer("packed_step", "linear/packed_gemv", shapes="[N, I] -> [N, O_1], [N, O_2], …"),
     Offer(
         "packed_linear",
@@ -198,8 +193,8 @@ def routed_packed_linear(input, *projections):
 def packed_linear(input, *projections):
     return tuple(projection(input) for projection in projections)
 """,
-        step="rope.qkv_step",
-        fp8="fp8.fp8_packed_linear",
+        step="qkv_step",
+        fp8="fp8_packed_linear",
     ),
     Offer(
         "patch_product",

@@ -77,13 +77,12 @@ def offer(name: str) -> Offer:
 
 
 def module_of(use: str) -> str:
-    """Return the module of what generated files import as `norms.rms_norm`: `hf_rewrite_runtime.norms.rms_norm`.
+    """Return the module that generated files import `rms_norm` from: `hf_rewrite_runtime.norms.rms_norm`.
 
     Raises:
         UnknownOperator: if the runtime offers no such thing: a rule of the user's own asked for it.
     """
-    room, _, name = use.partition(".")
-    found = _by_name().get(name)
-    if found is None or found.room != room:
+    found = _by_name().get(use)
+    if found is None:
         raise UnknownOperator(use)
     return found.module

@@ -31,7 +31,7 @@ OFFER = '''    Offer(
 def norm_rotary(q, k, q_norm, k_norm, cos, sin):
     return rotary(q_norm(q), k_norm(k), cos, sin)
 """,
-        step="rope.qkv_step",
+        step="qkv_step",
     ),
 '''
 

@@ -50,7 +50,7 @@ def source(text, module="transformers.models.toy.modeling_toy"):
 
 def test_imports_classes_and_sub_models():
     moved = relocate(source(TEXT))
-    assert moved.uses == ("loading.NativeCheckpoint", "loading.from_config")
+    assert moved.uses == ("NativeCheckpoint", "from_config")
     body = moved.text.split('"""Docstring."""\n')[1]
     assert body == TEXT.split('"""Docstring."""\n')[1].replace("from ... import", "from transformers import").replace(
         "from ...modeling_utils", "from transformers.modeling_utils"

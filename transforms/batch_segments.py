@@ -71,7 +71,7 @@ class BatchSegments(Transform):
         except NotSegments as error:
             return Skip("other_turn", error.detail)
         operator = WEIGHTS if found.weights else ATTENTION
-        return Found(_edits(found, operator, module), (f"attention.{operator}",))
+        return Found(_edits(found, operator, module), (operator,))
 
 
 def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef, ClassInfo | None]]:

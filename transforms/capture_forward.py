@@ -72,7 +72,7 @@ class CaptureForward(Transform):
                 bases.append(cst.Arg(cst.Name(_BASE), comma=comma))
             bases.append(argument)
         new = info.node.with_changes(bases=bases)
-        return Found((Edit(info.node, (new,)),), (f"forward.{_BASE}",))
+        return Found((Edit(info.node, (new,)),), (_BASE,))
 
 
 def _base(info: ClassInfo, module: Module) -> cst.Arg | None:

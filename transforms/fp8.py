@@ -106,14 +106,14 @@ class Fp8(Transform):
         call = site.call
         attribute = called_attribute(call)
         if attribute is None:
-            return Found((Edit(call.func, (cst.Name(site.new.split(".")[1]),)),), (site.new,))
+            return Found((Edit(call.func, (cst.Name(site.new),)),), (site.new,))
         argument = single_argument(call)
         if argument is None:
             return Skip("other_call")
         if _calls(argument, "gated_activation", module) and isinstance(argument, cst.Call):
             arguments = ", ".join(module.code(inner.value) for inner in argument.args)
             product = expression(f"fp8_gated_product({arguments}, self.{attribute})")
-            return Found((Edit(call, (product,)),), ("fp8.fp8_gated_product",))
+            return Found((Edit(call, (product,)),), ("fp8_gated_product",))
         return Found(
             (Edit(call, (expression(f"fp8_linear({module.code(argument)}, self.{attribute})"),)),), (site.new,)
         )
@@ -126,7 +126,7 @@ def _base(node: cst.BaseExpression, module: Module) -> str | None:
 
 
 def _with_base(base: cst.CSTNode, new: str) -> Found:
-    return Found((Edit(base, (cst.Name(new.split(".")[1]),)),), (new,))
+    return Found((Edit(base, (cst.Name(new),)),), (new,))
 
 
 def _sites(info: ClassInfo, method: cst.FunctionDef, module: Module) -> Iterator[_Site]:
@@ -179,7 +179,7 @@ def _calls(node: cst.CSTNode, name: str, module: Module) -> bool:
 
 
 def _is_new(call: cst.Call) -> bool:
-    new = {form.split(".")[1] for form in (*products().values(), *norms().values())}
+    new = {*products().values(), *norms().values()}
     return isinstance(call.func, cst.Name) and call.func.value in new
 
 

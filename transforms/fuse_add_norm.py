@@ -80,7 +80,7 @@ class FuseAddNorm(Transform):
         edits, uses = _add_forward([module.classes[name] for name in norms if name in module.classes], module)
         if edits is None:
             return Skip("name_taken")
-        return Found((*edits, *fused(pair, module)), ("norms.add_norm", *uses))
+        return Found((*edits, *fused(pair, module)), ("add_norm", *uses))
 
 
 def _refusal(pair: Pair, info: ClassInfo, module: Module) -> Skip | None:
@@ -162,7 +162,7 @@ def _add_forward(classes: list[ClassInfo], module: Module) -> tuple[list[Edit] |
         if existing is not None:
             return None, []
         edits.append(Edit(forward, (forward, _method(call.arguments, module))))
-        uses.append(f"norms.{_KERNEL}")
+        uses.append(_KERNEL)
     return edits, uses
 
 

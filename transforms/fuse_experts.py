@@ -145,7 +145,7 @@ def _call(call: cst.Call, attribute: str, info: ClassInfo, module: Module) -> Fo
         return Skip("other_block", module.code(call))
     first, *rest = (module.code(value) for value in given)
     fused = expression(f"fused_experts({', '.join([first, f'self.{attribute}', *rest])})")
-    return Found((Edit(call, (fused,)),), ("moe.fused_experts",))
+    return Found((Edit(call, (fused,)),), ("fused_experts",))
 
 
 def _every(found: EveryExpert, info: ClassInfo, module: Module) -> Found | Skip:
@@ -155,7 +155,7 @@ def _every(found: EveryExpert, info: ClassInfo, module: Module) -> Found | Skip:
             return Skip("name_taken", taken)
     given = f"{module.code(found.call.args[0].value)}, self.{attribute}, {found.scores}, {found.top_k}"
     fused = expression(f"chosen_experts({given})")
-    return Found((Edit(found.call, (fused,)),), ("moe.chosen_experts",))
+    return Found((Edit(found.call, (fused,)),), ("chosen_experts",))
 
 
 def _given(call: cst.Call, experts: list[ClassInfo]) -> list[cst.BaseExpression] | None:
@@ -203,7 +203,7 @@ def _experts(info: ClassInfo, module: Module) -> Found | Skip:
         return Skip("name_taken", taken)
     forward = info.methods["forward"]
     statement = call_statement("return ", "ExpertsForm", list(given), module)
-    uses = ("moe.ExpertsForm",)
+    uses = ("ExpertsForm",)
     method = Method(forward, "form", {}, "ExpertsForm", "Returns what these experts compute.", (statement,), uses)
     return Found((method.edit(module),), uses)
 
@@ -237,7 +237,7 @@ def _router(info: ClassInfo, module: Module) -> Found | Skip:
         return Skip("other_router", error.what)
     forward = info.methods["forward"]
     statement = call_statement("return ", "RoutingRule", list(given), module)
-    uses = ("moe.RoutingRule",)
+    uses = ("RoutingRule",)
     takes = dict.fromkeys(parameters(forward)[2:], TENSOR)
     method = Method(forward, "rule", takes, "RoutingRule", "Returns what this router computes.", (statement,), uses)
     return Found((method.edit(module),), uses)
@@ -327,6 +327,6 @@ def _method(info: ClassInfo, found: Mixture, shared_has_step: bool, module: Modu
     arguments = ["hidden_states", f"self.{found.experts}", "top_k_index", "top_k_weights", "residual=residual"]
     arguments += [] if found.scaling is None else [f"scaling={found.scaling}"]
     statements.append(call_statement("return ", "fused_experts", arguments, module))
-    uses = ("moe.fused_experts", "moe.router")
+    uses = ("fused_experts", "router")
     text = "Returns `residual + self(norm(hidden_states))` for one token a row."
     return Method(info.methods["forward"], NAME, PARAMETERS, TENSOR, text, tuple(statements), uses)

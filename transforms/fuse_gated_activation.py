@@ -82,7 +82,7 @@ class FuseGatedActivation(Transform):
         edits = [Edit(gated.product.node, (expression(f"gated_activation({arguments})"),))]
         if gated.local is not None:
             edits.append(Edit(module.statement(gated.activated), ()))
-        return Found(tuple(edits), ("linear.gated_activation",))
+        return Found(tuple(edits), ("gated_activation",))
 
 
 def _place(candidate: Candidate, module: Module) -> tuple[ClassInfo, cst.FunctionDef]:

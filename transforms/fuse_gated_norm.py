@@ -79,4 +79,4 @@ class FuseGatedNorm(Transform):
         returns = cst.parse_statement(
             f"if {RESULT} is not None:\n    return {RESULT}\n", config=module.tree.config_for_parsing
         )
-        return Found((Edit(first, (asks, returns, first)),), (f"mixers.{OPERATOR}",))
+        return Found((Edit(first, (asks, returns, first)),), (OPERATOR,))

@@ -62,4 +62,4 @@ class FuseLayerNorm(Transform):
         if isinstance(call, NotProven):
             return Skip("not_proven", call.what)
         new = returning(place.function, call_statement("return ", call.function, call.given, module))
-        return Found((Edit(place.function, (new,)),), ("norms.layer_norm",))
+        return Found((Edit(place.function, (new,)),), ("layer_norm",))

@@ -96,7 +96,7 @@ class FuseLoss(Transform):
         given = [module.code(a.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for a in call.args]
         loss = with_call(call, LOSS, ["self.loss_function", *given], module)
         edits = tuple(Edit(old, (new,)) for old, new in (product, loss))
-        return Found(edits, (f"loss.{HEAD}", f"loss.{LOSS}"))
+        return Found(edits, (HEAD, LOSS))
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class FuseRmsNorm(Transform):
         if isinstance(call, NotProven):
             return Skip("not_proven", call.what)
         new = returning(place.function, call_statement("return ", call.function, call.given, module))
-        return Found((Edit(place.function, (new,)),), ("norms.rms_norm",))
+        return Found((Edit(place.function, (new,)),), ("rms_norm",))
 
 
 def _is_left_over(place: Place, module: Module) -> bool:

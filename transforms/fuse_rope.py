@@ -91,7 +91,7 @@ class FuseRope(Transform):
         name = "rotary" if len(found) == 2 else "rotary_single"
         indent = module.indentation(function) + 4
         call = call_statement("return ", name, _arguments(found), module, indent=indent)
-        return Found((Edit(function, (returning(function, call),)),), (f"attention.{name}",))
+        return Found((Edit(function, (returning(function, call),)),), (name,))
 
 
 def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef, ClassInfo | None]]:

@@ -89,7 +89,7 @@ class MultiplyPatches(Transform):
         if why := why_replaced(candidate.label, [argument], owner, effects_of(module).scope(method, owner)):
             return Skip("not_convolution", why)
         old, new = with_call(call, OPERATOR, [module.code(argument), f"self.{candidate.label}"], module)
-        return Found((Edit(old, (new,)),), (f"products.{OPERATOR}",))
+        return Found((Edit(old, (new,)),), (OPERATOR,))
 
 
 def _built(attribute: str, owner: ClassInfo, module: Module) -> Iterable[cst.Call]:

@@ -152,6 +152,6 @@ def _after_lookup(node: cst.Call | cst.Subscript, module: Module) -> Found:
     target = small.target if isinstance(small, cst.AnnAssign) else target
     if isinstance(target, cst.Name) and isinstance(small, (cst.Assign, cst.AnnAssign)) and small.value is node:
         new = call_statement(f"{target.value} = ", "native_gqa", [target.value], module)
-        return Found((Edit(line, (line, new)),), ("attention.grouped_query",))
+        return Found((Edit(line, (line, new)),), ("native_gqa",))
     around = cst.Call(cst.Name("native_gqa"), [cst.Arg(node.with_changes(lpar=[], rpar=[]))])
-    return Found((Edit(node, (around,)),), ("attention.grouped_query",))
+    return Found((Edit(node, (around,)),), ("native_gqa",))

@@ -83,13 +83,13 @@ class RouteGemm(Transform):
             return Skip("not_linear", why)
         arguments = [module.code(argument), f"self.{candidate.label}"]
         old, new = with_call(call, OPERATOR, arguments, module)
-        return Found((Edit(old, (new,)),), (f"products.{OPERATOR}",))
+        return Found((Edit(old, (new,)),), (OPERATOR,))
 
 
 def _routed(call: cst.Call, module: Module) -> Found:
     arguments = [module.code(argument.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for argument in call.args]
     old, new = with_call(call, ROUTED_PACKED, arguments, module)
-    return Found((Edit(old, (new,)),), (f"products.{ROUTED_PACKED}",))
+    return Found((Edit(old, (new,)),), (ROUTED_PACKED,))
 
 
 def _projections(method: cst.FunctionDef) -> Iterator[tuple[cst.Call, str]]:

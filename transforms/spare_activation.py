@@ -78,7 +78,7 @@ class SpareActivation(Transform):
             return Skip("not_linear", why)
         given = [module.code(a.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for a in inner.args]
         old, new = with_call(call, PRODUCT, [*given, f"self.{candidate.label}"], module)
-        return Found((Edit(old, (new,)),), (f"products.{PRODUCT}",))
+        return Found((Edit(old, (new,)),), (PRODUCT,))
 
 
 def _is_gated(call: cst.Call, module: Module) -> bool:

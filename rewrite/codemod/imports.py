@@ -19,7 +19,7 @@ def with_runtime(tree: cst.Module, uses: Sequence[str]) -> cst.Module:
     """
     by_module: dict[str, list[str]] = {}
     for use in uses:
-        by_module.setdefault(module_of(use), []).append(use.split(".")[1])
+        by_module.setdefault(module_of(use), []).append(use)
     modules = {module: sorted(names, key=isort_key) for module, names in sorted(by_module.items())}
     return insert_imports(tree, [from_line(module, names) for module, names in modules.items()])
 

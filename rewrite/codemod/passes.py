@@ -20,6 +20,7 @@ from rewrite.analysis.tree.nodes import replace_nodes
 from rewrite.codemod import dead_code, imports
 from rewrite.codemod.decode_loops import with_loops
 from rewrite.errors import NotConverging, RewriteError, TransformError
+from rewrite.operators import module_of
 from rewrite.transform import (
     COMMON_REASONS,
     Candidate,
@@ -85,10 +86,10 @@ def rewrite_text(text: str, transforms: Sequence[Transform], already_used: Seque
         lines |= needed
     if not uses and not any(report.rewritten for report in reports):
         return Rewritten(text, tuple(reports))
-    uses = {use for use in uses if module.references.get(use.split(".")[1])}  # a later transform replaces some calls
+    uses = {use for use in uses if module.references.get(use)}  # a later transform replaces some calls
     tree = dead_code.without_unused(module, before)
     called = Module(tree).references
-    uses = {use for use in uses if called.get(use.split(".")[1], 0)}  # a later transform may have replaced a call
+    uses = {use for use in uses if called.get(use, 0)}  # a later transform may have replaced a call
     tree = imports.with_lines(tree, sorted(lines))
     tree = imports.with_runtime(tree, sorted(uses))
     rewritten = tree.code
@@ -132,6 +133,8 @@ def _outcome(transform: Transform, candidate: Candidate, module: Module) -> Foun
         if outcome.reason not in {*transform.reasons, *COMMON_REASONS}:
             raise TransformError(transform.name, candidate.site, f"undeclared reason '{outcome.reason}'")
         return outcome
+    for use in outcome.uses:
+        module_of(use)  # raises where the runtime has no such thing: a later pass would take it for a call that is gone
     if (taken := _taken(outcome, module)) is not None:
         return Skip("name_taken", taken)
     if (lost := _lost_comments(outcome.edits)) is not None:
@@ -143,8 +146,7 @@ def _taken(found: Found, module: Module) -> str | None:
     """Return a name that the new code has of the runtime, and that means something else in the file or around it."""
     olds = [edit.old for edit in found.edits]
     around = [node for old in olds for node in (old, *module.ancestors(old)) if isinstance(node, cst.FunctionDef)]
-    names = (use.split(".")[1] for use in found.uses)
-    return next((name for name in names if not is_runtime_name(name, module, *around)), None)
+    return next((name for name in found.uses if not is_runtime_name(name, module, *around)), None)
 
 
 def _lost_comments(edits: Sequence[Edit]) -> str | None:

@@ -76,7 +76,7 @@ class _Mover(cst.CSTTransformer):
         foreign = [name for name in imported if name.endswith("PreTrainedModel") and name not in self.module.classes]
         if self.source.module is None or not foreign:
             return updated_node
-        self.uses.add("loading.NativeCheckpoint")
+        self.uses.add("NativeCheckpoint")
         own = cst.Arg(cst.Name("NativeCheckpoint"))
         return updated_node.with_changes(bases=[own, *updated_node.bases])
 
@@ -86,7 +86,7 @@ class _Mover(cst.CSTTransformer):
             return updated_node
         if not self.module.qualified(function.value).rsplit(".", 1)[-1].startswith("AutoModel"):
             return updated_node
-        self.uses.add("loading.from_config")
+        self.uses.add("from_config")
         module = cst.parse_expression("f(module=__name__)")
         if not isinstance(module, cst.Call):
             raise TypeError("not a call")

@@ -102,7 +102,7 @@ def test_the_runtime_beside_a_package(here: Path, package: Path, rewrite: Comman
     (package / "modeling_tiny.py").write_text(edited)
     done = rewrite("vendor", package)
     assert (done.code, "_runtime: " in done.out) == (0, True)
-    assert (package / "_runtime" / "products" / "packing.py").is_file()
+    assert (package / "_runtime" / "linear" / "packing.py").is_file()
     text = (package / "modeling_tiny.py").read_text()
     assert "from ._runtime.products.packing import packed_linear" in text
     assert "MINE = 1" in text

@@ -146,7 +146,7 @@ def test_a_vendored_runtime_is_one_line(package: Path, rewrite: CommandLine) -> 
     assert rewrite("vendor", package).code == 0
     assert list(json.loads(keep(package))["covers"]) == ["__init__.py", "_runtime", "modeling_tiny.py"]
     assert rewrite("check", package).code == 0
-    path = package / "_runtime" / "products" / "packing.py"
+    path = package / "_runtime" / "linear" / "packing.py"
     path.write_text(path.read_text() + "\n")  # layout
     kept = verdict_file.read(package)
     assert kept is not None

@@ -135,7 +135,7 @@ def test_a_verdict_holds_for_every_layout(package: Path, releases: Releases, rew
 def test_an_edit_is_still_an_edit(package: Path, releases: Releases, rewrite: CommandLine) -> None:
     tree = releases("6.0.0")
     assert rewrite("vendor", package).code == 0
-    file = package / "_runtime" / "products" / "packing.py"
+    file = package / "_runtime" / "linear" / "packing.py"
     FORMATTERS["88"](package)
     file.write_text(file.read_text() + "\n# mine\n")
     checked = rewrite("check", package, "--transformers", tree)

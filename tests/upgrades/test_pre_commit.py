@@ -150,7 +150,7 @@ def test_check_fails_on_an_edited_runtime(repository: Repository) -> None:
     from rewrite.cli import run
 
     assert run(["vendor", str(repository.folder / "out")]) == 0
-    with (repository.folder / "out" / "_runtime" / "products" / "packing.py").open("a") as file:
+    with (repository.folder / "out" / "_runtime" / "linear" / "packing.py").open("a") as file:
         file.write("# mine\n")
     repository.git("add", "-A")
     failed = repository.hooks("rewrite-check")

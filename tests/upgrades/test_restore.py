@@ -32,7 +32,7 @@ def test_undo_restores_every_generated_file_and_keeps_the_edits_beside(
     assert "as it was generated" in rewrite("undo", package).out
     mine = edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
     (package / "__init__.py").write_text("# mine\n")
-    (package / "_runtime" / "products" / "packing.py").write_text("# mine\n")
+    (package / "_runtime" / "linear" / "packing.py").write_text("# mine\n")
     (package / "_runtime" / "core" / "backend.py").unlink()
     (package / ".rewrite" / "texts.zip").write_bytes(before[".rewrite/texts.zip"][:-1])
     (package / "notes.txt").write_text("mine")
@@ -130,9 +130,9 @@ def test_a_comment_is_never_too_long_for_github(package: Path) -> None:
 def test_the_formats_of_check(package: Path, releases: Releases, rewrite: CommandLine) -> None:
     tree = releases("6.1.0", DROPOUT)
     assert rewrite("vendor", package).code == 0
-    with (package / "_runtime" / "products" / "packing.py").open("a") as file:
+    with (package / "_runtime" / "linear" / "packing.py").open("a") as file:
         file.write("# mine\n")
-    edited = len((package / "_runtime" / "products" / "packing.py").read_text().splitlines())
+    edited = len((package / "_runtime" / "linear" / "packing.py").read_text().splitlines())
     moved = (package / "modeling_tiny.py").read_text().split("\n").index("        self.attention_dropout = 0.0") + 1
     arguments = ("check", package, "--transformers", tree, "--format")
     github = rewrite(*arguments, "github").out.splitlines()

@@ -65,7 +65,7 @@ class DecodeHead(Transform):
         if not _is_linear(owner, candidate.label, module):
             return Skip("not_linear", candidate.label)
         fused = expression(f"linear({module.code(argument)}, self.{candidate.label})")
-        return Found((Edit(call, (fused,)),), ("linear.linear",))
+        return Found((Edit(call, (fused,)),), ("linear",))
 
 
 def _generates(info: ClassInfo, module: Module) -> bool:

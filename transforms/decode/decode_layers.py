@@ -96,7 +96,7 @@ class DecodeLayers(Transform):
             return Skip(refusal.reason, refusal.detail)
         except NotWritable as error:
             return Skip("other_layer", error.what)
-        uses = {use for method in methods for use in method.uses} | {"cache.decodes"}
+        uses = {use for method in methods for use in method.uses} | {"decodes"}
         edits = [method.edit(module) for method in methods if method.after is not layer.forward]
         own = next(method for method in methods if method.after is layer.forward)
         return Found((*edits, Edit(layer.forward, (_guarded(layer, module), own.node(module)))), tuple(sorted(uses)))

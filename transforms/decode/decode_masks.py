@@ -92,7 +92,7 @@ class DecodeMasks(Transform):
         if (reader := flow.other_reader(call)) is not None:
             return Skip("mask_read", reader)
         test = "needs_no_mask" if _is_plain(call, forward) and flow.passed <= {_MASK} else "decodes"
-        return Found((Edit(call, (_unless(test, cache, call, module),)),), (f"cache.{test}",))
+        return Found((Edit(call, (_unless(test, cache, call, module),)),), (test,))
 
 
 def _asks_more(layer: ClassInfo) -> bool:

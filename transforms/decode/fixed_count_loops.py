@@ -79,7 +79,7 @@ class FixedCountLoops(Transform):
             loop = expert_loop(candidate.node, method, owner, module)
         except NotALoop as error:
             return Skip("other_loop", error.what)
-        return Found(_edits(loop), ("moe.routed", "moe.select"))
+        return Found(_edits(loop), ("routed", "select"))
 
 
 def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef, ClassInfo | None]]:

@@ -18,7 +18,7 @@ from rewrite.analysis.tree.nodes import calls_in, parameters
 from rewrite.analysis.tree.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
-ROOM, STEPS = "mixers", "_step"
+ROOM, STEPS = "recurrent", "_step"
 """Where the operators are, and what their names end with."""
 RESULT = "stepped"
 
@@ -74,7 +74,7 @@ class FuseStateSteps(Transform):
         lines = cst.parse_module(code).body
         first = next(line for line in function.body.body if not _is_docstring(line))
         assert isinstance(first, cst.BaseStatement)
-        return Found((Edit(first, (*lines, first)),), (f"{ROOM}.{operator}",))
+        return Found((Edit(first, (*lines, first)),), (operator,))
 
 
 def _operator_for(computed: Term) -> tuple[str, list[str]] | None:

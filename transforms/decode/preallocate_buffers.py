@@ -105,7 +105,7 @@ class PreallocateBuffers(Transform):
             return Skip("other_positions", reckoned)
         all_arguments = [module.code(call.func), *arguments[:2], cache, *arguments[2:]]
         old, new = with_call(call, "rotary_rows", all_arguments, module)
-        return Found((Edit(old, (new,)),), ("rope.rotary_rows",))
+        return Found((Edit(old, (new,)),), ("rotary_rows",))
 
 
 def _filled(call: cst.Call, owner: ClassInfo, module: Module) -> Found | Skip:

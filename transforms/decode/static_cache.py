@@ -135,13 +135,13 @@ class StaticCache(Transform):
             raise TypeError(f"{info.name} has no GenerationMixin")
         windowed = keeps_unmasked_window(info, module)
         marks = _marks(info, module, windowed)
-        edits, found_uses = [_in_bases(info, base, module, marks)], ["generate.GraphGeneration"]
+        edits, found_uses = [_in_bases(info, base, module, marks)], ["GraphGeneration"]
         found_uses += [_use(mark) for mark in marks]
         method = info.methods.get("prepare_inputs_for_generation")
         if method is not None and only_recomputes(method) and name_is_free("recomputes_at_switch", module):
             decorator = cst.Decorator(cst.Name("recomputes_at_switch"))
             edits.append(Edit(method, (method.with_changes(decorators=[*method.decorators, decorator]),)))
-            found_uses.append("decode.recomputes_at_switch")
+            found_uses.append("recomputes_at_switch")
         return Found(tuple(edits), tuple(found_uses))
 
 
@@ -167,8 +167,7 @@ def _marks(info: ClassInfo, module: Module, windowed: bool) -> list[str]:
 
 def _use(mark: str) -> str:
     """Return what of the runtime a mark is."""
-    name = mark.partition("(")[0]
-    return f"cache.{name}" if name in ("keeps_own_cache", "grows_in_layers") else f"decode.{name}"
+    return mark.partition("(")[0]
 
 
 def _in_bases(info: ClassInfo, base: cst.BaseExpression, module: Module, marks: list[str]) -> Edit:
@@ -308,4 +307,4 @@ def _size(
     asked = expression(f"key_length({cache}, {module.code(length)}, {more})")
     arguments = [module.code(replace_nodes(argument, {id(size): (asked,)})).rstrip(", ") for argument in call.args]
     old, new = with_call(call, module.code(call.func), arguments, module)
-    return Found((Edit(old, (new,)),), ("cache.key_length",))
+    return Found((Edit(old, (new,)),), ("key_length",))

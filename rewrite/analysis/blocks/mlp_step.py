@@ -42,7 +42,7 @@ def mlp_method(info: ClassInfo, module: Module) -> Method | None:
         TENSOR,
         "Returns `residual + self(norm(hidden_states))` for one token a row.",
         (statement, last),
-        tuple(sorted({use, "linear.linear"})),
+        tuple(sorted({use, "linear"})),
     )
 
 
@@ -61,14 +61,14 @@ def _first_product(
         packed = ", ".join(source(p, module) for p in projections) + ("," if len(projections) == 1 else "")
         arguments = ["hidden_states", f"({packed})", source(activation, module), "norm=norm"]
         form = offer(inner.op).step
-        return call_statement("hidden_states = ", form.split(".")[1], arguments, module), form
+        return call_statement("hidden_states = ", form, arguments, module), form
     if inner.op == "call" and len(inner.args) == 2 and inner.args[0].op == "attribute":
         activation, product = inner.args
         if _projection(product, hidden, info, module) is not None and not is_linear(activation, info, module):
             projected = f"linear(hidden_states, {source(product.args[0], module)}, norm=norm)"
             return (
                 call_statement("hidden_states = ", source(activation, module), [projected], module),
-                "linear.linear",
+                "linear",
             )
     return None
 

@@ -111,9 +111,9 @@ class AttentionStep:
         last = call_statement(
             "return ", "linear", ["attn_output", source(self.output, module, ()), "residual=residual"], module
         )
-        uses = ("rope.qkv_step", "attention.decode_attention", "linear.linear")
+        uses = ("qkv_step", "decode_attention", "linear")
         text = "Returns `residual + self(norm(hidden_states))` for one token a row, against a preallocated cache."
-        types = ("cache.PreallocatedCache",)
+        types = ("PreallocatedCache",)
         return Method(forward, NAME, PARAMETERS, TENSOR, text, (*before, attended, last), uses, types)
 
     def query_statements(self, name: str, module: Module, norm: str = "norm") -> list[cst.SimpleStatementLine]:

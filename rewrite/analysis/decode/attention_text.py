@@ -90,7 +90,7 @@ class AttentionText(MixerText):
     def stands_for(self, original: cst.Call, node: cst.Call) -> cst.BaseExpression:
         """Return what stands for a call of the file: the step's attention, and nothing for dropout."""
         if original is self.attention:
-            self.uses.add("attention.attend_step")
+            self.uses.add("attend_step")
             query = self.query or self.module.tree.code_for_node(_query_of(node, 0 if self.heads_first else 1))
             call = call_statement("", "attend_step", [query, self.cache, *self.given], self.module).body[0]
             made = cst.ensure_type(cst.ensure_type(call, cst.Expr).value, cst.Call)
@@ -153,7 +153,7 @@ class AttentionText(MixerText):
         ]
         texts = [(self.module.tree.code_for_node(name), self.module.tree.code_for_node(part)) for name, part in left]
         function = "packed_step" if len(left) > 1 else "linear"
-        self.uses.add(f"products.{function}")
+        self.uses.add(function)
         target = f"{', '.join(name for name, _ in texts)} = "
         arguments = [self.hidden, *(part for _, part in texts), "norm=norm"]
         return call_statement(target, function, arguments, self.module)

@@ -85,7 +85,7 @@ class LatentStep:
         last = call_statement(
             "return ", "linear", ["attn_output", source(self.output, module, ()), "residual=residual"], module
         )
-        uses, types = ("attention.latent_attention", "linear.linear"), ("cache.PreallocatedCache",)
+        uses, types = ("latent_attention", "linear"), ("PreallocatedCache",)
         text = "Returns `residual + self(norm(hidden_states))` for one token a row, against a preallocated cache."
         taken = {**BLOCK_PARAMETERS, "position_embeddings": self.positions, CACHE: "PreallocatedCache"}
         return Method(forward, NAME, taken, TENSOR, text, (*before, attended, last), uses, types)

@@ -97,7 +97,7 @@ def layer_methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerS
     writer = LayerText(info, module, blocks, inputs)
     body = writer.write(layer.output)
     text = "Returns the layer's output for one token a row, against a preallocated cache."
-    types = ("cache.PreallocatedCache",)
+    types = ("PreallocatedCache",)
     methods.append(Method(layer.forward, "decode", taken, TENSOR, text, body, tuple(sorted(writer.uses)), types))
     own = {(id(method.after), method.name): method for method in methods}
     return [_as_passed(method) for method in own.values()], layer
@@ -283,4 +283,4 @@ def _prologues(norms: list[ClassInfo], module: Module) -> Iterator[Method]:
         after = info.methods.get("add_forward", forward)
         statement = line(f"return Prologue({', '.join(call.arguments)})", module)
         text = "Returns this norm as the first stage of a product's kernel."
-        yield Method(after, "prologue", {}, "Prologue", text, (statement,), ("linear.Prologue",), like=forward)
+        yield Method(after, "prologue", {}, "Prologue", text, (statement,), ("Prologue",), like=forward)

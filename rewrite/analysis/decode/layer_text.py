@@ -126,7 +126,7 @@ class LayerText:
 
     def _add_norm(self, step: Term, normed: Term, names: Mapping[Term, str]) -> str:
         """Return the call that adds and normalises, the residual behind what is added to it."""
-        self.uses.add("norms.add_norm")
+        self.uses.add("add_norm")
         replaced = {t: Term("parameter", (), names[t]) for t in names}
         residual, added = sorted(step.args, key=lambda side: side not in names)
         sides = f"{self._expression(added, replaced)}, {self._expression(residual, replaced)}"

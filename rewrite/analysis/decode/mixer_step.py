@@ -43,7 +43,7 @@ class MixerStep:
     def method(self, module: Module) -> Method:
         """Return its `decode_residual`."""
         text = "Returns `residual + self(norm(hidden_states))` for one token a row, against a preallocated cache."
-        forward, types = self.info.methods["forward"], ("cache.PreallocatedCache",)
+        forward, types = self.info.methods["forward"], ("PreallocatedCache",)
         return Method(forward, NAME, PARAMETERS, TENSOR, text, self.statements, self.calls, types)
 
 

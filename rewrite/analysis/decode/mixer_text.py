@@ -191,12 +191,12 @@ class MixerText:
         found = next(unify(_decay(), term, {}), None)
         if found is None:
             return node
-        self.uses.add("recurrent.log_decay")
+        self.uses.add("log_decay")
         arguments = [found["x"].value, f"self.{found['RATES'].value}", f"self.{found['BIAS'].value}"]
         return cst.parse_expression(f"log_decay({', '.join(arguments)})")
 
     def _product(self, function: str, arguments: str) -> cst.BaseExpression:
-        self.uses.add(f"products.{function}")
+        self.uses.add(function)
         text = f"{arguments}, norm=norm"
         long = len(text) > LINE_LENGTH - 40
         return cst.parse_expression(f"{function}(\n    {text}\n)" if long else f"{function}({text})")
@@ -240,7 +240,7 @@ class MixerText:
         call = value if isinstance(value, cst.Call) else None
         if call is None or attribute is None or len(call.args) != 1 or not self._is_linear(attribute):
             raise NoStep("other_layer", f"what {self.info.name} returns is no projection")
-        self.uses.add("linear.linear")
+        self.uses.add("linear")
         given = self.module.tree.code_for_node(call.args[0].value)
         text = f"return linear({given}, self.{attribute}, residual=residual)"
         return [*lines[:-1], cst.parse_statement(text, config=self.module.tree.config_for_parsing)]

@@ -53,10 +53,10 @@ class PreparedAttention(AttentionStep):
         last = call_statement(
             "return ", "linear", ["attn_output", source(self.output, module, ()), "residual=residual"], module
         )
-        uses = ("linear.packed_step", "rope.projected_step", "attention.decode_attention", "linear.linear")
+        uses = ("packed_step", "projected_step", "decode_attention", "linear")
         text = "Returns `residual + self(norm(hidden_states))` for one token a row, against a preallocated cache."
         statements = (product, *apart, joined, *before, query, attended, *opened, last)
-        types = ("cache.PreallocatedCache",)
+        types = ("PreallocatedCache",)
         return Method(self.info.methods["forward"], NAME, PARAMETERS, TENSOR, text, statements, uses, types)
 
 

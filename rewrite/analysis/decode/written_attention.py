@@ -80,7 +80,7 @@ class WrittenAttention:
         """
         statements, uses = self._written(module)
         text = "Returns `residual + self(norm(hidden_states))` for one token a row, against a preallocated cache."
-        forward, types = self.info.methods["forward"], ("cache.PreallocatedCache",)
+        forward, types = self.info.methods["forward"], ("PreallocatedCache",)
         taken = PARAMETERS | {"position_embeddings": self.positions}
         return Method(forward, NAME, taken, TENSOR, text, statements, tuple(sorted(uses)), types)
 
@@ -103,7 +103,7 @@ class WrittenAttention:
         )  # fmt: skip
         if self.front is not None:
             text.front = [*self.front.query_statements(query, module, "None" if norm_first else "norm")]
-            text.uses.add("rope.qkv_step")
+            text.uses.add("qkv_step")
         return text
 
 

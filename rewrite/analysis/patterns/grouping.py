@@ -132,7 +132,7 @@ def _found(edits: tuple[Edit, ...], reads: Reads, repeated: Repeated, new: _New)
             *(Edit(product, (products[id(product)],)) for product in reads.products),
             *(Edit(node, new[id(node)]) for node in others),
         ),
-        tuple(sorted({f"attention.{_called(made)}" for made in products.values()})),
+        tuple(sorted({_called(made) for made in products.values()})),
     )
 
 

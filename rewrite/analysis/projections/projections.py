@@ -163,7 +163,7 @@ def merge(group: Group, module: Module) -> Found | Skip:
         id(call.node): expression(f"{name}.contiguous()" if id(call.node) in copied else name)
         for call, name in zip(group.calls, names, strict=True)
     }
-    return Found(tuple(_edits(group, results, hoisted, packed, reads.reshapes)), ("linear.packed_linear",))
+    return Found(tuple(_edits(group, results, hoisted, packed, reads.reshapes)), ("packed_linear",))
 
 
 def _edits(
