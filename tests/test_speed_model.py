@@ -104,7 +104,7 @@ def test_plans_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert planned.load(tmp_path / "steps.json") == PLANS
 
 
-@pytest.mark.skipif(planned.run.importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(planned.kernel_run.importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_a_step_is_planned_as_it_was_recorded() -> None:
     """What is launched, and how it is divided; what the compiler makes of it is `test_ahead_of_time`'s."""
     names = ("part", "kernel", "count", "moved", "programs", "threads", "matrix", "overlaps")

@@ -68,7 +68,7 @@ def jit(package: Path, cache: Path, rows: int) -> dict[str, list[str]]:
     """Let Triton compile what a whole model with weights launches; return what it found in its cache, and did not."""
     cache.mkdir()
     command = [sys.executable, "-c", JIT, str(package), str(cache), str(rows)]
-    environment = ahead.run.environment(str(cache))
+    environment = ahead.kernel_run.environment(str(cache))
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -87,7 +87,7 @@ def test_the_conversion_of_this_chip_rounds_as_torch_does(device: torch.device) 
 
 @pytest.mark.parametrize("block", [16, 64])
 def test_wide_rows_are_walked(block: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_rows.rows, "tile", lambda size, count: (1, block, 1))
+    monkeypatch.setattr(fp8_rows.row_tiles, "tile", lambda size, count: (1, block, 1))
     monkeypatch.setattr(fp8_gated_activation, "MAX_BLOCK_COLS", block)
     x, y = rows_of(3, 100, torch.float32, device), rows_of(3, 100, torch.float32, device)
     same_bits(quantized_rows(x), quantize(x, dtype_for(x)))
