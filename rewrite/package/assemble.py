@@ -46,15 +46,15 @@ _INIT = '''\
 {lock}
 """
 
-from {runtime}.origin.guard import made_from
+from {runtime}.compat.guard import made_from
 
 with made_from(__name__):
     from . import {modeling}
     from .{modeling} import {imported}
 
-from {runtime}.core.explain import explain
-from {runtime}.package import auto as _auto
-from {runtime}.package import selftest as _selftest
+from {runtime}.core.explanation import explain
+from {runtime}.loading import auto as _auto
+from {runtime}.loading import selftest as _selftest
 
 
 def selftest(checkpoint: str | None = None) -> object:

@@ -6,9 +6,9 @@ import re
 
 import torch
 
-_NESTED = __name__.endswith(".core.place")
+_NESTED = __name__.endswith(".guards.place")
 """Not so where `rewrite export --hub --vendor` has put its files beside the modeling file."""
-PREFIX = __name__.removesuffix("guards.place" if _NESTED else "core_place")
+PREFIX = __name__.removesuffix("guards.place" if _NESTED else "guards_place")
 """How the name of every module of this runtime begins: `hf_rewrite_runtime.`, or `package._runtime.`."""
 _PACKAGE = PREFIX.rstrip(".").rpartition(".")[0] if _NESTED else PREFIX.rpartition(".")[0]
 _NAME = re.sub(r"\W", "_", _PACKAGE) or "hf_rewrite"

@@ -26,7 +26,7 @@ from ..sampling.prompt_lookup import look_up
 from ..sampling.sampling import NO_END, StepState
 
 CASES = """
-from .sampling import StepState
+from ..sampling.sampling import StepState
 
 def move(model, rows):
     kept = [tensor(rows, model.kv_heads, CONTEXT, model.head_dim) for _ in range(2)]

@@ -26,7 +26,7 @@ import json, sys
 from dataclasses import asdict
 from pathlib import Path
 import torch, triton
-from rewrite.benchmark import models
+from rewrite.benchmark import benchmark_models as models
 from rewrite.kernels import package_work
 from rewrite.kernels.cards import CARDS
 from rewrite.kernels.chips import CHIPS

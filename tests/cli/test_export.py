@@ -90,7 +90,7 @@ def test_the_files_say_what_they_are(package: Path, checkpoint: Path, here: Path
     assert "# Copyright 2020 Somebody. Licensed to all." in modeling
     assert "rewrite.lock" not in modeling
     marks = {path.read_text().splitlines()[0] for path in hub.glob("rewrite_*.py")}
-    assert "# Flat copy by hf-rewrite (Apache-2.0) of _runtime/products/packing.py" in marks
+    assert "# Flat copy by hf-rewrite (Apache-2.0) of _runtime/linear/packing.py" in marks
     config = json.loads((hub / "config.json").read_text())
     assert config["note"] == "mine"
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_tiny.TinyLlamaForCausalLM"
@@ -172,14 +172,14 @@ def test_an_export_replaces_its_own_files_and_no_others(
     arguments = ("export", package, "--hub", "hub", "--checkpoint", checkpoint, "--vendor")
     assert rewrite(*arguments).code == 0
     stale = here / "hub" / "rewrite_runtime_old.py"
-    stale.write_text((here / "hub" / "rewrite_runtime_products_packing.py").read_text())
+    stale.write_text((here / "hub" / "rewrite_runtime_linear_packing.py").read_text())
     mine = here / "hub" / "rewrite_notes.py"
     mine.write_text("mine = 1\n")
     again = rewrite(*arguments)
     assert (again.code, "taken out, of an earlier export: rewrite_runtime_old.py" in again.out) == (0, True)
     assert mine.is_file()
     assert not stale.exists()
-    for name in ("modeling_tiny.py", "rewrite_runtime_products_packing.py", "config.json"):
+    for name in ("modeling_tiny.py", "rewrite_runtime_linear_packing.py", "config.json"):
         before = (here / "hub" / name).read_text()
         (here / "hub" / name).write_text("{}")
         refused = rewrite(*arguments)

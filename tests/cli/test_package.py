@@ -104,7 +104,7 @@ def test_the_runtime_beside_a_package(here: Path, package: Path, rewrite: Comman
     assert (done.code, "_runtime: " in done.out) == (0, True)
     assert (package / "_runtime" / "linear" / "packing.py").is_file()
     text = (package / "modeling_tiny.py").read_text()
-    assert "from ._runtime.products.packing import packed_linear" in text
+    assert "from ._runtime.linear.packing import packed_linear" in text
     assert "MINE = 1" in text
     for path in (package / "_runtime").rglob("*.py"):
         ours = ROOT / "runtime" / path.relative_to(package / "_runtime")
@@ -140,7 +140,7 @@ def test_the_installed_runtime_is_another(here: Path, package: Path, rewrite: Co
 
 def test_a_reason_is_explained(rewrite: CommandLine) -> None:
     said = rewrite("explain", "step_differs").out
-    assert "- `decode`: a step against fixed-size buffers computes something else" in said
+    assert "- `generate`: a step against fixed-size buffers computes something else" in said
 
 
 @pytest.mark.parametrize(

@@ -103,13 +103,13 @@ def test_edits_of_the_runtime_are_dropped_by_name_only(here: Path, package: Path
     upstream_fix(here)
     refused = rewrite("sync", package)
     assert refused.code == 1
-    assert "has your edits in _runtime/products/packing.py" in refused.err
+    assert "has your edits in _runtime/linear/packing.py" in refused.err
     assert (package / "_runtime" / "linear" / "packing.py").read_text() == "# mine\n"
-    assert rewrite("sync", package, "--replace", "_runtime/products/packing.py").code == 0
+    assert rewrite("sync", package, "--replace", "_runtime/linear/packing.py").code == 0
     assert (package / "_runtime" / "linear" / "packing.py.edited").read_text() == "# mine\n"
     (package / "_runtime" / "linear" / "packing.py").write_text("# more\n")
     upstream_fix(here, "attention_dropout = 0.1", "attention_dropout = 0.2")
-    assert rewrite("sync", package, "--replace", "_runtime/products/packing.py").code == 0
+    assert rewrite("sync", package, "--replace", "_runtime/linear/packing.py").code == 0
     assert (package / "_runtime" / "linear" / "packing.py.edited").read_text() == "# mine\n"
     assert (package / "_runtime" / "linear" / "packing.py.edited2").read_text() == "# more\n"
     assert rewrite("check", package).code == 0

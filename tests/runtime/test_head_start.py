@@ -292,7 +292,7 @@ def test_a_process_that_ends_begins_no_further_compilation() -> None:
     text = """
 import threading, time, torch
 torch.cuda.set_device = lambda index: None
-from hf_rewrite_runtime.core import compile_ahead
+from hf_rewrite_runtime.device import compile_ahead
 began = threading.Event()
 class Job:
     length, run = 1, None

@@ -141,7 +141,7 @@ def test_an_edit_is_still_an_edit(package: Path, releases: Releases, rewrite: Co
     checked = rewrite("check", package, "--transformers", tree)
     assert (checked.code, "packing.py was edited" in checked.out) == (1, True)
     refused = rewrite("sync", package, "--transformers", releases("6.1.0", DROPOUT))
-    assert (refused.code, "--replace _runtime/products/packing.py" in refused.err) == (1, True)
+    assert (refused.code, "--replace _runtime/linear/packing.py" in refused.err) == (1, True)
 
 
 CODE = (

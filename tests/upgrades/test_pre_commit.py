@@ -155,7 +155,7 @@ def test_check_fails_on_an_edited_runtime(repository: Repository) -> None:
     repository.git("add", "-A")
     failed = repository.hooks("rewrite-check")
     assert states(failed) == {"rewrite check": "Failed"}
-    assert "_runtime/products/packing.py was edited" in failed.stdout
+    assert "_runtime/linear/packing.py was edited" in failed.stdout
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def test_undo_restores_every_generated_file_and_keeps_the_edits_beside(
     assert {name: data for name, data in after.items() if name in before} == before
     assert after["modeling_tiny.py.undone"].decode() == mine
     assert set(after) - set(before) == {
-        "modeling_tiny.py.undone", "__init__.py.undone", "_runtime/products/packing.py.undone", "notes.txt",
+        "modeling_tiny.py.undone", "__init__.py.undone", "_runtime/linear/packing.py.undone", "notes.txt",
     }  # fmt: skip
     assert rewrite("check", package, "--transformers", releases("6.0.0")).code == 0
 

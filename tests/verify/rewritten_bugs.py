@@ -55,7 +55,7 @@ REWRITTEN = (
         file="_runtime/products",
     ),
     Bug(
-        "llama", "hooks ignored", "if backend.observed(projection):", "if False:", file="_runtime/products/packing.py"
+        "llama", "hooks ignored", "if backend.observed(projection):", "if False:", file="_runtime/linear/packing.py"
     ),
     Bug(
         "llama",
