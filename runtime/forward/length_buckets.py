@@ -5,7 +5,7 @@
 
 What is padded is known by name: `input_ids` [B, S], `inputs_embeds` [B, S, D], `token_type_ids`, `position_ids` and
 `attention_mask` [B, S], [B, Q, S] or [B, H, Q, S]. The mask hides the padding, and is made where none is given.
-Whether that changes the result is not known by name: `padding` proves it for each bucket.
+Whether that changes the result is not known by name: `bucket_check` proves it for each bucket.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ biases that the model made for them. Nothing of this reads the mask on the host,
 Behind the last layer hidden positions are zeros.
 
 What a layer does with a token besides attention must not depend on its neighbours. That, and all else, is proved as
-for texts that are padded (`padding`).
+for texts that are padded (`bucket_check`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ M rows (the product of the leading shape), I in_features, O out_features:
 
     y = f(x Wᵀ + b)      f: ReLU, or the tanh form of GELU
 
-A linear layer is put off (`put_off`). Where an activation reads all of it, and nothing else does, both are one call of
+A linear layer is put off (`lazy_mode`). Where an activation reads all of it, and nothing else does, both are one call of
 `torch._addmm_activation`; everywhere else the product is torch's own, computed when something reads it. Whether the
 call is faster than the product and its activation is tried when a forward is rehearsed, once for each size.
 

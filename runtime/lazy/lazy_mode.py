@@ -1,7 +1,7 @@
 """What functions of torch compute, put off until something reads it: a mode of torch's Python functions.
 
 What is run once and captured in a graph may be looked at call by call, since that costs nothing later. A handler says
-what a call gives without computing it (`deferred`, `chain`); whatever reads that then gets it computed first, and so
+what a call gives without computing it (`pending_ops`, `pointwise_fusion`); whatever reads that then gets it computed first, and so
 does whatever may write what it is computed from. Every call of torch's Python functions and of a tensor's methods
 passes here, `data_ptr` included, by which kernels get at memory.
 
@@ -108,7 +108,7 @@ class PutsOff(TorchFunctionMode):
     of_step = False
     """Whether it is for steps of one token, which have kernels of their own."""
     largest = 1 << 16
-    """Numbers of what a chain of functions gives (`chain`): in a step, more take longer than the launch they save."""
+    """Numbers of what a chain of functions gives (`pointwise_fusion`): in a step, more take longer than the launch they save."""
 
     def __init__(
         self, instead: Instead | None = None, handlers: Handlers | None = None, *, poisons: bool = False

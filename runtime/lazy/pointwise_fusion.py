@@ -2,7 +2,7 @@
 
     s = (x.float() * y).tanh()      z = where(m, s.half(), 0)      two results, one kernel, where both are read
 
-What torch's functions give (`chain_forms`), in a step of small tensors alone, is put off (`put_off`) as an expression
+What torch's functions give (`fusion_forms`), in a step of small tensors alone, is put off (`lazy_mode`) as an expression
 of the tensors that they read. A function of something put off takes in its expression, if it reads all of it: in its
 order, permuted, or broadcast. Whatever else reads it gets it computed first, and with it those results on the way that
 are still held, unless they are large; so does whatever may write what it is computed from. A function in place gives

@@ -1,8 +1,8 @@
 """Products of a decode step that no rule has rewritten: other forms of layers, another library's, of other files.
 
 A step is captured once, so that looking at every call costs nothing later. Norms and products of few rows are put off
-(`deferred`) until something reads them: a product that reads a norm computes it, and an activation, a bias or a
-residual that follows a product is its last stage. What may put off, and what that is, is `put_off`'s; a step that
+(`pending_ops`) until something reads them: a product that reads a norm computes it, and an activation, a bias or a
+residual that follows a product is its last stage. What may put off, and what that is, is `lazy_mode`'s; a step that
 reads what nobody computed shows in `DecodeGraph.prove`.
 """
 

@@ -6,7 +6,7 @@ separate tensors. The whole is kept by the addresses of its parts until the stor
 was replaced or moved to another device leaves no memory behind.
 
 A weight that is written `[I, O]`, as GPT-2's `Conv1D`, may also lie column by column: the kernels of a step read it in
-one go then, where the other way parts of sums have to meet (`transposed`).
+one go then, where the other way parts of sums have to meet (`conv1d_weight`).
 """
 
 from __future__ import annotations

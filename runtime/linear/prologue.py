@@ -25,7 +25,7 @@ class Prologue(NamedTuple):
 
 
 class LayerNormPrologue(NamedTuple):
-    """A LayerNorm, which only the products of one row of `linear` and `transposed` compute."""
+    """A LayerNorm, which only the products of one row of `linear` and `conv1d_weight` compute."""
 
     weight: Tensor | None
     bias: Tensor | None

@@ -6,7 +6,7 @@ B rows of one token, H and Hk heads, D head_dim, I hidden_size, p the position o
     query = rotate(q_norm(q))          keys[:, :, p] = rotate(k_norm(k))          values[:, :, p] = v
 
 One row without query and key norms is one kernel, in which a program computes pairs of columns and rotates them; 2 to
-32 rows are one likewise (`qkv_rows`). Everything else is the product and `rope_cache`.
+32 rows are one likewise (`qkv_batch`). Everything else is the product and `rope_cache`.
 """
 
 from __future__ import annotations
