@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_rewrite_runtime.core import explanation
 from hf_rewrite_runtime.generate.generation import GraphGeneration
-from hf_rewrite_runtime.loading.original_checkpoint import NativeCheckpoint
+from hf_rewrite_runtime.loading.original_checkpoint import OriginalCheckpoint
 from rewrite.codemod.decode_loops import with_loops
 from rewrite.codemod.passes import rewrite_text
 from rewrite.package.lock import Lock, Options, Origin, read_lock
@@ -369,7 +369,7 @@ def test_explain_says_it_of_a_model_and_what_it_is_wrapped_in(tmp_path: Path, mo
 def test_explain_without_a_lock_asks_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modeling(tmp_path, monkeypatch)
     body = {"__module__": "package.modeling_x", "generate": lambda self: self}
-    plain = types.new_class("Plain", (NativeCheckpoint, nn.Module), exec_body=lambda space: space.update(body))
+    plain = types.new_class("Plain", (OriginalCheckpoint, nn.Module), exec_body=lambda space: space.update(body))
     for text in (None, "<<<<<<< ours", "[]", '{"decode_loops": []}'):
         if text is not None:
             (tmp_path / "rewrite.lock").write_text(text)

@@ -50,15 +50,15 @@ def source(text, module="transformers.models.toy.modeling_toy"):
 
 def test_imports_classes_and_sub_models():
     moved = relocate(source(TEXT))
-    assert moved.uses == ("NativeCheckpoint", "from_config")
+    assert moved.uses == ("OriginalCheckpoint", "from_config")
     body = moved.text.split('"""Docstring."""\n')[1]
     assert body == TEXT.split('"""Docstring."""\n')[1].replace("from ... import", "from transformers import").replace(
         "from ...modeling_utils", "from transformers.modeling_utils"
     ).replace("from ..auto", "from transformers.models.auto").replace(
         "from ..other.modeling_other", "from transformers.models.other.modeling_other"
     ).replace("from .", "from transformers.models.toy.").replace(
-        "(PreTrainedModel):", "(NativeCheckpoint, PreTrainedModel):"
-    ).replace("(OtherPreTrainedModel):", "(NativeCheckpoint, OtherPreTrainedModel):").replace(
+        "(PreTrainedModel):", "(OriginalCheckpoint, PreTrainedModel):"
+    ).replace("(OtherPreTrainedModel):", "(OriginalCheckpoint, OtherPreTrainedModel):").replace(
         'AutoModel.from_config(config.inner, attn_implementation="eager")',
         'from_config(AutoModel, config.inner, attn_implementation="eager", module=__name__)',
     )

@@ -134,7 +134,9 @@ def _outcome(transform: Transform, candidate: Candidate, module: Module) -> Foun
             raise TransformError(transform.name, candidate.site, f"undeclared reason '{outcome.reason}'")
         return outcome
     for use in outcome.uses:
-        module_of(use)  # raises where the runtime has no such thing: a later pass would take it for a call that is gone
+        module_of(
+            use
+        )  # raises where the runtime has no such thing: a later pass would take it for a call that is gone
     if (taken := _taken(outcome, module)) is not None:
         return Skip("name_taken", taken)
     if (lost := _lost_comments(outcome.edits)) is not None:

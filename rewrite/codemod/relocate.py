@@ -76,8 +76,8 @@ class _Mover(cst.CSTTransformer):
         foreign = [name for name in imported if name.endswith("PreTrainedModel") and name not in self.module.classes]
         if self.source.module is None or not foreign:
             return updated_node
-        self.uses.add("NativeCheckpoint")
-        own = cst.Arg(cst.Name("NativeCheckpoint"))
+        self.uses.add("OriginalCheckpoint")
+        own = cst.Arg(cst.Name("OriginalCheckpoint"))
         return updated_node.with_changes(bases=[own, *updated_node.bases])
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:

@@ -19,7 +19,7 @@ from .isolation import CleanImport
 from .judging.checks import CheckRun, Done, Progress, describe, one_by_one, run_gate
 from .judging.compare import DoesNotRun
 from .judging.verdict import Divergence, Figure, Gate, Options, Verdict
-from .judging.watchdog import NeverEnds, of_original, watched
+from .judging.watchdog import Hung, of_original, watched
 from .line_coverage import Reach
 from .models import loaded_sides
 from .models.inputs import random_state_kept
@@ -237,7 +237,7 @@ class _Run:
         try:
             with watched():
                 return first_divergence(self.bench, differs.name)
-        except NeverEnds:  # with a hook on a module it may go another way than in the check
+        except Hung:  # with a hook on a module it may go another way than in the check
             return None
 
 

@@ -8,9 +8,9 @@ attention by a preference of the process. Here a call takes one of them:
     flash, efficient, cudnn, math       torch's `SDPBackend`s
     aotriton, ck                        flash attention by either of ROCm's libraries
 
-by `set_attention_backend` (`named_backends`) or the environment variable `REWRITE_ATTENTION` for all attention outside captured
-decode steps, which have a kernel of this package; else, for prompts, by `attention.json` beside the package's modeling
-file, which `rewrite tune DIR --attention` writes:
+by `set_attention_backend` (`named_backends`) or the environment variable `REWRITE_ATTENTION` for all attention outside
+captured decode steps, which have a kernel of this package; else, for prompts, by `attention.json` beside the package's
+modeling file, which `rewrite tune DIR --attention` writes:
 
     {"AMD Instinct MI300X": {"bfloat16 1x32/8x128 512:512 causal": {"backend": "ck", "us": {"ck": 40.1, …}}, …}, …}
 

@@ -56,7 +56,7 @@ class PreallocatedCache(Cache):
         self.fused = True
         """Whether the layers may take their `decode` methods in a step."""
         self.causal = False
-        """Whether a prompt is being read whose attention is causal by itself: `needs_no_mask`."""
+        """Whether a prompt is being read whose attention is causal by itself: `skips_mask`."""
         self.tables: dict[object, tuple[Tensor, Tensor] | None] = {}
         """Cosines and sines `[S, R]` of every position, by who computes them, None for no table: `rotary_rows`."""
         self._sources: dict[nn.Module, Hashable] = {}
@@ -299,7 +299,7 @@ def _length_of(layer: Any) -> int:
     return layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
 
 
-def decodes(past_key_values: object) -> bool:
+def is_decode_step(past_key_values: object) -> bool:
     """Return whether layers take their `decode`: in a fused decode step, one token a row into a `PreallocatedCache`,
     and in a prompt that is read by the functions of a step.
     """
@@ -310,10 +310,10 @@ def decodes(past_key_values: object) -> bool:
     return past_key_values.stepping and past_key_values.fused
 
 
-def needs_no_mask(past_key_values: object) -> bool:
+def skips_mask(past_key_values: object) -> bool:
     """Return whether the layers read no mask: in a fused decode step, and in a captured prompt that is `causal`."""
     if not isinstance(past_key_values, PreallocatedCache):
         return False
     if past_key_values.causal and (prompt := prefill_context.of(past_key_values)) is not None:
         prompt.needs_mask = False
-    return past_key_values.causal or decodes(past_key_values)
+    return past_key_values.causal or is_decode_step(past_key_values)

@@ -93,7 +93,7 @@ def within_window(model_class: type[_Class]) -> type[_Class]:
     return model_class
 
 
-class Unfit(Exception):
+class Unsupported(Exception):
     """A call cannot take the graph's loop; it is taken back before anything was generated."""
 
     def __init__(self, reason: str):
@@ -248,7 +248,9 @@ def has_own_inputs(model: Any, call: Call) -> bool:
     )
 
 
-def unfit(model: Any, call: Call, without_graph: bool, ranks: Any = None, fits: bool = False) -> str | None:
+def unsupported_reason(
+    model: Any, call: Call, without_graph: bool, ranks: Any = None, fits: bool = False
+) -> str | None:
     """Return why `call` cannot take the graph's loop, a key of `reasons.REASONS`; None if it can try.
 
     Args:

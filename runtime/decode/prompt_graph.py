@@ -313,13 +313,13 @@ class PromptGraphs:
 
 
 def steps_read_prompts(model: Any) -> bool:
-    """Return whether layers have a `decode`, and nothing else asks `decodes`: a model that does so makes masks that a
-    step has no need of, and a prompt may.
+    """Return whether layers have a `decode`, and nothing else asks `is_decode_step`: a model that does so makes masks
+    that a step has no need of, and a prompt may.
     """
     kinds = {type(module) for module in model.modules()}
     others = [kind for kind in kinds if not hasattr(kind, "decode")]
     return len(others) < len(kinds) and not any(
-        names_in(code, "decodes")
+        names_in(code, "is_decode_step")
         for kind in others
         if isinstance(code := getattr(inspect.unwrap(kind.forward), "__code__", None), CodeType)
     )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from .eligibility import Unfit
+from .eligibility import Unsupported
 from .recurrent_state import argument_of_states
 
 TOKENS = ("input_ids", "decoder_input_ids")
@@ -36,16 +36,16 @@ class StepInputs:
         cache: that holds the text.
 
     Raises:
-        Unfit: if the arguments of one token do not follow from those of the token before.
+        Unsupported: if the arguments of one token do not follow from those of the token before.
     """
 
     def __init__(self, model: Any, outputs: Any, input_ids: Tensor, model_kwargs: Mapping[str, Any], cache: Any):
         first, second = _two_steps(model, outputs, input_ids, dict(model_kwargs), cache)
         self.tokens = next((name for name in TOKENS if name in first), "")
         if first.keys() != second.keys() or not self.tokens or first[self.tokens].shape != (len(input_ids), 1):
-            raise Unfit("inputs")
+            raise Unsupported("inputs")
         if not torch.equal(first[self.tokens], input_ids[:, -1:]):  # a pattern of the model's own says what is given
-            raise Unfit("inputs")
+            raise Unsupported("inputs")
         self.cache = next((name for name, value in first.items() if isinstance(value, Cache)), "")
         self._cross: DynamicCache | None = None
         """What the tokens see of an encoder's output, layer by layer."""
@@ -55,7 +55,7 @@ class StepInputs:
             given = given.self_attention_cache
         states = argument_of_states(model)
         if given is not cache and not states:
-            raise Unfit("cache_unused")
+            raise Unsupported("cache_unused")
         self.mask = ""
         """The name of a 2D mask over every column; empty if there is none."""
         self.seen: Tensor | None = None
@@ -68,7 +68,7 @@ class StepInputs:
         ):  # in the same order in every call: `load`
             if _is_grown_mask(first[name], second[name], cache.length):
                 if self.mask:
-                    raise Unfit("inputs")
+                    raise Unsupported("inputs")
                 self.mask, self.seen = name, first[name][:, :-1]
             else:
                 self.fixed[name] = self._kept(first[name], second[name])
@@ -104,20 +104,20 @@ class StepInputs:
         """Return an argument in memory of its own."""
         if isinstance(first, Tensor):
             if not isinstance(second, Tensor) or first.shape != second.shape or first.dtype != second.dtype:
-                raise Unfit("inputs")
+                raise Unsupported("inputs")
             with torch.inference_mode(False):
                 own = torch.empty_like(first, memory_format=torch.contiguous_format)
             own.copy_(first)
             if first is not second and not torch.equal(first, second):
                 if first.dtype.is_floating_point or not torch.equal(first + 1, second):
-                    raise Unfit("inputs")
+                    raise Unsupported("inputs")
                 self._advanced.append(own)
             return own
         if isinstance(first, Mapping) and isinstance(second, Mapping) and first.keys() == second.keys():
             return type(first)(**{name: self._kept(first[name], second[name]) for name in first})
         if isinstance(first, _HOST) and type(first) is type(second) and first == second:
             return first
-        raise Unfit("inputs")
+        raise Unsupported("inputs")
 
     def load(self, other: StepInputs) -> None:
         """Take over the contents of another call's, whose key is equal."""
@@ -195,7 +195,7 @@ def _shape(value: Any) -> Hashable:
 def _own(cross: Any) -> DynamicCache:
     """Return a cache like `cross` in memory of its own, which a later call may write."""
     if type(cross) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cross.layers):
-        raise Unfit("cache_kind")
+        raise Unsupported("cache_kind")
     own = DynamicCache()
     with torch.inference_mode(False):
         for layer in cross.layers:

@@ -1,8 +1,8 @@
 """What a decode step changes of its model, or finds there of the prompt: nothing, or there is no graph.
 
 A replay runs no Python. What a step leaves on a module, counts, or writes to a tensor of the model would stay as it
-was when it was captured; states that classes are marked for (`recurrent_state`) lie in buffers and are none of it. And what
-a prompt leaves on a module is read by a replay as the prompt left it that was read before the capture.
+was when it was captured; states that classes are marked for (`recurrent_state`) lie in buffers and are none of it. And
+what a prompt leaves on a module is read by a replay as the prompt left it that was read before the capture.
 """
 
 from __future__ import annotations

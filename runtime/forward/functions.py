@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from ..lazy.activated_product import activated_product, put_off_product
 from ..lazy.fusion_rows import norm_of_chain
-from ..lazy.lazy_mode import PutsOff
+from ..lazy.lazy_mode import LazyMode
 from ..lazy.pointwise_fusion import FUNCTIONS, hides_nothing, in_order, uncopied, where_it_runs
 from ..linear.prologue import LayerNormPrologue, Norm, Prologue
 
@@ -70,7 +70,7 @@ def functions(wanted: bool = True, *, poisons: bool = False) -> AbstractContextM
     return contextlib.nullcontext()
 
 
-class ForwardFunctions(PutsOff):
+class ForwardFunctions(LazyMode):
     """Puts off functions of any size, and sums and norms that this package's operators ask for."""
 
     largest = _MOST
@@ -98,7 +98,7 @@ class ForwardFunctions(PutsOff):
 
 
 def _attention(
-    step: PutsOff,
+    step: LazyMode,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -120,7 +120,7 @@ def _attention(
 
 
 def _layer_norm(
-    step: PutsOff,
+    step: LazyMode,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -139,7 +139,7 @@ def _layer_norm(
     return F.layer_norm(copied, normalized_shape, weight, bias, eps)
 
 
-def _convolution(step: PutsOff, input: Tensor, *args: Any, **named: Any) -> Tensor | None:
+def _convolution(step: LazyMode, input: Tensor, *args: Any, **named: Any) -> Tensor | None:
     copied = in_order(step, input)
     if copied is None:
         return None
@@ -147,7 +147,7 @@ def _convolution(step: PutsOff, input: Tensor, *args: Any, **named: Any) -> Tens
     return torch.conv1d(copied, *args, **named)
 
 
-def _weight_norm(step: PutsOff, v: Tensor, g: Tensor, dim: int = 0) -> Tensor | None:
+def _weight_norm(step: LazyMode, v: Tensor, g: Tensor, dim: int = 0) -> Tensor | None:
     """Compute a weight from its direction and its length as torch does, in kernels that fill the device.
 
     Torch's own for the last dimension runs in as many blocks as that has places: 0.58 ms for wav2vec2's 16 MiB on an
@@ -161,21 +161,21 @@ def _weight_norm(step: PutsOff, v: Tensor, g: Tensor, dim: int = 0) -> Tensor | 
     return torch.mul(v, g / length, out=torch.empty_like(v))
 
 
-def _linear(step: PutsOff, input: Tensor, weight: Tensor, bias: Tensor | None = None, **named: Any) -> Tensor | None:
+def _linear(step: LazyMode, input: Tensor, weight: Tensor, bias: Tensor | None = None, **named: Any) -> Tensor | None:
     """Put a product off until it is known whether an activation alone reads it."""
     if named or where_it_runs((input, weight, bias), {}) is None:
         return None
     return put_off_product(step, input, weight, bias)
 
 
-def _activation(func: Callable[..., Any], step: PutsOff, *args: Any, **named: Any) -> Tensor | None:
+def _activation(func: Callable[..., Any], step: LazyMode, *args: Any, **named: Any) -> Tensor | None:
     """Put an activation off with the product that it reads, or as a function like others."""
     alone = len(args) == 1 and named in _IN_EPILOGUE[func]
     taken = activated_product(step, *args, gelu=func is F.gelu) if alone else None
     return FUNCTIONS[func](step, *args, **named) if taken is None else taken
 
 
-def _settle(step: PutsOff, *given: Any) -> None:
+def _settle(step: LazyMode, *given: Any) -> None:
     for one in given:
         if isinstance(one, Tensor):
             step.settle(one)

@@ -22,7 +22,7 @@ from ..cache.layers import OtherContents
 from ..cache.nested_tensors import UnknownState
 from ..core import backend
 from ..core.position_count import position_count
-from ..decode.eligibility import Call, Unfit, has_own_inputs, keeps_cache, knows_both, length_of
+from ..decode.eligibility import Call, Unsupported, has_own_inputs, keeps_cache, knows_both, length_of
 from ..decode.graph_cache import GraphStore, Refusal, store_of
 from ..decode.rank_agreement import Plan
 from ..decode.recorded_inputs import StepInputs
@@ -75,7 +75,7 @@ class GraphLoop:
         """Generate; with drafts of an assistant whose graphs the caller holds.
 
         Raises:
-            Unfit: before anything was generated, if it turns out that the graph's loop cannot take the call.
+            Unsupported: before anything was generated, if it turns out that the graph's loop cannot take the call.
         """
         if self.sampling.sample:
             self.plan.share_randomness()
@@ -110,7 +110,7 @@ class GraphLoop:
         """Remember what a block finds out of a step that cannot be captured.
 
         Raises:
-            Unfit: in place of that.
+            Unsupported: in place of that.
         """
         is_new = not graph.is_proved
         before: Any = None
@@ -127,14 +127,14 @@ class GraphLoop:
                 raise self._refuse(graph, "step_reads", error=error) from error
             self.store.has_reread = True  # which may have been the user's doing: the next call captures anew
             self.store.drop(graph)
-            raise Unfit("step_reads") from error
+            raise Unsupported("step_reads") from error
         except StepChanges as error:
             if before is not None:
                 before.put_back(error.changes)
             raise self._refuse(graph, "step_changes", error=error) from error
         except OtherContents as error:
             self.store.drop(graph)
-            raise Unfit("cache_contents") from error
+            raise Unsupported("cache_contents") from error
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
         except BaseException:
@@ -166,7 +166,7 @@ class GraphLoop:
         call = self.call
         forms = graph_forms(call.processors, self.device, self.prompt_length)
         if forms is None:
-            raise Unfit("logits_processor")
+            raise Unsupported("logits_processor")
         eos = pad = None
         if call.ends:
             eos = torch.cat([ids.to(self.device) for ids in call.ends]).clone()
@@ -174,7 +174,7 @@ class GraphLoop:
         sampling = Sampling(forms, bool(call.config.do_sample), eos, pad, call.keeps)
         if self.lookup is not None:
             if sampling.reads_ids:
-                raise Unfit("drafts_for_processor")
+                raise Unsupported("drafts_for_processor")
             sampling.lookup = self.lookup
         return sampling
 
@@ -182,9 +182,9 @@ class GraphLoop:
         """Return a graph with a cache that holds what the call continues."""
         for key in (None, self.sampling.key):
             if key in self.store.refused:
-                raise Unfit(self.store.refused[key].reason)
+                raise Unsupported(self.store.refused[key].reason)
         if not takes_padding(self.model) and not self.call.is_unpadded:
-            raise Unfit("attention_mask")
+            raise Unsupported("attention_mask")
         room = min(self.call.steps - 1, FIRST_ROOM)
         if self.lookup is not None:
             room += width_of(self.sampling)
@@ -193,7 +193,7 @@ class GraphLoop:
             graph = self._find(needed)
             graph.cache.clear()
         except UnknownCache as error:
-            raise Unfit("cache_kind") from error
+            raise Unsupported("cache_kind") from error
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
         try:
@@ -201,7 +201,7 @@ class GraphLoop:
         except OtherContents as error:
             if not graph.is_proved:
                 self.store.drop(graph)
-            raise Unfit("cache_contents") from error
+            raise Unsupported("cache_contents") from error
         return graph
 
     def _find(self, needed: int) -> DecodeGraph:
@@ -252,7 +252,7 @@ class GraphLoop:
             if self.watches:
                 watched = StepInputs(self.model, outputs, ids, inputs, graph.cache)
                 if not watched.sees(self.call.mask):
-                    raise Unfit("attention_mask")
+                    raise Unsupported("attention_mask")
                 graph.watch(watched)
             logits: Tensor = outputs.logits[:, -1]
             return logits
@@ -261,12 +261,12 @@ class GraphLoop:
         graph.watch(None)
         last = graph.read_prompt(ids, ordinary, self.sampling) if takes_graph else ordinary()
         if self.sampling.reads_ids and graph.cache.length != self.prompt_length:
-            raise Unfit("processor_needs_ids")
+            raise Unsupported("processor_needs_ids")
         mask = self.call.mask
         if mask is not None and mask.shape[1] != graph.cache.length:
-            raise Unfit("attention_mask")
+            raise Unsupported("attention_mask")
         if not (graph.cache.knows_length or self.call.is_unpadded):
-            raise Unfit("attention_mask")
+            raise Unsupported("attention_mask")
         plain = mask is None or (mask is inputs.get("attention_mask") and self.call.is_unpadded)
         if plain and self._may_be_ragged(graph):
             mask, plain = torch.ones(self.batch_size, graph.cache.length, dtype=torch.int64, device=self.device), False
@@ -326,7 +326,7 @@ class GraphLoop:
         room = graph.cache.capacity - self.prompt_length
         positions = position_count(model.config.get_text_config(decoder=True))
         if graph.cache.length != self.prompt_length or (positions is not None and positions < graph.cache.capacity):
-            raise Unfit("drafted")
+            raise Unsupported("drafted")
         ids, mask = self.call.input_ids, self.call.mask
         self.assistant = Assistant(
             model, self.model, store_of(model), ids, mask, room, tokens=self.lookup.tokens, captures=self.captures
@@ -345,16 +345,18 @@ class GraphLoop:
     def _positions(self) -> int | None:
         return position_count(self.model.config.get_text_config(decoder=True))
 
-    def _refuse(self, graph: DecodeGraph, reason: str, key: Hashable = None, error: Exception | None = None) -> Unfit:
+    def _refuse(
+        self, graph: DecodeGraph, reason: str, key: Hashable = None, error: Exception | None = None
+    ) -> Unsupported:
         """Remember that the model cannot, or not with the sampling `key`, and return what to raise."""
         self.store.refused[key] = Refusal(reason, "" if error is None else str(error))
         self.store.drop(graph)
-        return Unfit(reason)
+        return Unsupported(reason)
 
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> Exception:
         """Give everything back and return what to raise: other ranks would wait for this one's step."""
         self.store.release()
-        return Unfit("out_of_memory") if self.plan.ranks is None else error
+        return Unsupported("out_of_memory") if self.plan.ranks is None else error
 
     def _first_token(self, logits: Tensor, best: Tensor | None) -> Tensor:
         """Return `[B]`, chosen from the prompt's logits as transformers does; `best` are the largest if known."""
@@ -411,7 +413,7 @@ class GraphLoop:
                 if self.captures:
                     torch.cuda.empty_cache()  # what only plain calls needed
                 return graph, self._proved(graph, graph.state.input_ids[:, 0])
-        except Unfit as unfitting:
+        except Unsupported as unfitting:
             backend.count_fallback("generate", unfitting.reason, self.model)
             return graph, PlainStep(graph, self.sampling)
 

@@ -22,7 +22,7 @@ from transformers.generation import GenerationMixin
 from ..cache.cache_argument import argument_of, passed_on
 from ..core import backend
 from ..decode.device_map import plain_inside
-from ..decode.eligibility import Call, Unfit, assists, lookup_of, unfit, unfit_modules, with_cache
+from ..decode.eligibility import Call, Unsupported, assists, lookup_of, unfit_modules, unsupported_reason, with_cache
 from ..decode.graph_cache import store_of
 from ..decode.policy import GraphPolicy
 from ..decode.rank_agreement import planned
@@ -127,7 +127,7 @@ class GraphGeneration(GenerationMixin):
         with self._own_tensors() as ranks:
             store = store_of(self)
             known = store.fits and ranks is None  # of several ranks none may find out later than the others
-            reason = unfit(self, call, self._step_without_graph, ranks, known)
+            reason = unsupported_reason(self, call, self._step_without_graph, ranks, known)
             if lookup is not None and ranks is not None:
                 reason = reason or "drafts_for_ranks"
             plan = planned(call, ranks, reason)
@@ -148,7 +148,7 @@ class GraphGeneration(GenerationMixin):
                             with store_of(assistant).claimed(assistant) as theirs:
                                 return (generation.run(assistant), None) if theirs else (None, "reentrant")
                         return generation.run(), None
-                except Unfit as unfitting:
+                except Unsupported as unfitting:
                     return None, unfitting.reason
 
     def _own_tensors(self) -> AbstractContextManager[Any]:

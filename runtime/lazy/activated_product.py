@@ -4,8 +4,8 @@ M rows (the product of the leading shape), I in_features, O out_features:
 
     y = f(x Wᵀ + b)      f: ReLU, or the tanh form of GELU
 
-A linear layer is put off (`lazy_mode`). Where an activation reads all of it, and nothing else does, both are one call of
-`torch._addmm_activation`; everywhere else the product is torch's own, computed when something reads it. Whether the
+A linear layer is put off (`lazy_mode`). Where an activation reads all of it, and nothing else does, both are one call
+of `torch._addmm_activation`; everywhere else the product is torch's own, computed when something reads it. Whether the
 call is faster than the product and its activation is tried when a forward is rehearsed, once for each size.
 
 The sums are cuBLASLt's. The epilogue computes the activation of them in fp32, where torch rounds the product before.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..device.fastest import fastest
 from ..launching.launch import HIP, collects, rehearses
-from .lazy_mode import Deferred, PutsOff
+from .lazy_mode import Deferred, LazyMode
 
 _FASTER: dict[tuple[Any, ...], bool] = {}
 """Whether the epilogue is, by `_size`."""
@@ -64,7 +64,7 @@ class ActivatedProduct(Deferred):
 
     product: LinearProduct
     gelu: bool
-    step: PutsOff
+    step: LazyMode
 
     @property
     def held(self) -> list[Tensor]:
@@ -87,7 +87,7 @@ class ActivatedProduct(Deferred):
         self.product.activate(self.gelu, out)
 
 
-def put_off_product(step: PutsOff, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+def put_off_product(step: LazyMode, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return what stands for `F.linear(input, weight, bias)`; None where torch is to compute it now.
 
     Outside of a rehearsal, which may try, only sizes are put off whose epilogue was faster.
@@ -117,7 +117,7 @@ def _takes(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
     )
 
 
-def activated_product(step: PutsOff, input: Tensor, *, gelu: bool) -> Tensor | None:
+def activated_product(step: LazyMode, input: Tensor, *, gelu: bool) -> Tensor | None:
     """Return what stands for an activation of a product that is put off; None for any other, or where it loses.
 
     Args:

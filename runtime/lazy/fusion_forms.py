@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .fusion_text import Node, Read
-from .lazy_mode import PutsOff
+from .lazy_mode import LazyMode
 
 
 class Maker:
@@ -26,7 +26,7 @@ class Maker:
         order: its dimensions from the outermost in memory.
     """
 
-    def __init__(self, step: PutsOff, result: Tensor, order: Sequence[int] | None = None):
+    def __init__(self, step: LazyMode, result: Tensor, order: Sequence[int] | None = None):
         self._step, self.dtype = step, result.dtype
         self._broadcast, self._order = result.shape, range(result.dim()) if order is None else order
         self.shape = tuple(result.shape[place] for place in self._order)

@@ -20,7 +20,7 @@ from ..launching.launch import pretends
 from ..linear.prologue import LayerNormPrologue, Norm
 from .fusion_place import Place, part_of
 from .fusion_text import TYPES, Node, Text, Written, launch_text
-from .lazy_mode import Deferred, PutsOff
+from .lazy_mode import Deferred, LazyMode
 from .pointwise_fusion import Chain
 
 
@@ -29,7 +29,7 @@ class NormedChain(Deferred):
     """The norm of each row of what a chain gives."""
 
     node: Node
-    step: PutsOff
+    step: LazyMode
     norm: Norm
 
     @property
@@ -44,7 +44,7 @@ class NormedChain(Deferred):
         launch_text(text_of_rows(self.node, outs, self.norm, out), [*(place for _, place in outs), out])
 
 
-def norm_of_chain(step: PutsOff, input: Tensor, norm: Norm) -> Tensor | None:
+def norm_of_chain(step: LazyMode, input: Tensor, norm: Norm) -> Tensor | None:
     """Put off the norm of rows of something put off; None where a chain has no such rows.
 
     Args:

@@ -1,9 +1,9 @@
 """What functions of torch compute, put off until something reads it: a mode of torch's Python functions.
 
 What is run once and captured in a graph may be looked at call by call, since that costs nothing later. A handler says
-what a call gives without computing it (`pending_ops`, `pointwise_fusion`); whatever reads that then gets it computed first, and so
-does whatever may write what it is computed from. Every call of torch's Python functions and of a tensor's methods
-passes here, `data_ptr` included, by which kernels get at memory.
+what a call gives without computing it (`pending_ops`, `pointwise_fusion`); whatever reads that then gets it computed
+first, and so does whatever may write what it is computed from. Every call of torch's Python functions and of a
+tensor's methods passes here, `data_ptr` included, by which kernels get at memory.
 
 Not seen are functions that take tensors apart in C++ without asking torch (`torch.jit.script`, extensions by
 pybind11): what was put off is not a number until it is computed, so what reads it shows where a graph is compared with
@@ -95,7 +95,7 @@ class Deferred:
         self.compute(self.on(storage))
 
 
-class PutsOff(TorchFunctionMode):
+class LazyMode(TorchFunctionMode):
     """Runs functions of torch, or puts off what they compute.
 
     Args:
@@ -108,7 +108,7 @@ class PutsOff(TorchFunctionMode):
     of_step = False
     """Whether it is for steps of one token, which have kernels of their own."""
     largest = 1 << 16
-    """Numbers of what a chain of functions gives (`pointwise_fusion`): in a step, more take longer than the launch they save."""
+    """Numbers of what a chain of functions gives (`pointwise_fusion`): more take longer than the launch they save."""
 
     def __init__(
         self, instead: Instead | None = None, handlers: Handlers | None = None, *, poisons: bool = False
@@ -122,7 +122,7 @@ class PutsOff(TorchFunctionMode):
         self._deferred: dict[int, Deferred] = {}
         self._asks: AbstractContextManager[None] = lazy_hooks.to(self)
 
-    def __enter__(self) -> PutsOff:
+    def __enter__(self) -> LazyMode:
         """Begin: this package's operators ask here first (`core.lazy_hooks`)."""
         self._asks = lazy_hooks.to(self)
         self._asks.__enter__()

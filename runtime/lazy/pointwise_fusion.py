@@ -2,11 +2,11 @@
 
     s = (x.float() * y).tanh()      z = where(m, s.half(), 0)      two results, one kernel, where both are read
 
-What torch's functions give (`fusion_forms`), in a step of small tensors alone, is put off (`lazy_mode`) as an expression
-of the tensors that they read. A function of something put off takes in its expression, if it reads all of it: in its
-order, permuted, or broadcast. Whatever else reads it gets it computed first, and with it those results on the way that
-are still held, unless they are large; so does whatever may write what it is computed from. A function in place gives
-what is put off another expression; what had taken in the one before keeps that.
+What torch's functions give (`fusion_forms`), in a step of small tensors alone, is put off (`lazy_mode`) as an
+expression of the tensors that they read. A function of something put off takes in its expression, if it reads all of
+it: in its order, permuted, or broadcast. Whatever else reads it gets it computed first, and with it those results on
+the way that are still held, unless they are large; so does whatever may write what it is computed from. A function in
+place gives what is put off another expression; what had taken in the one before keeps that.
 
 A function alone is torch's own, at the time when it is read, unless kernels may begin before the one ahead has ended:
 ours lets the next begin, which matters where it is small. Where what it reads lies in another order, ours is used too.
@@ -29,14 +29,14 @@ from ..core import backend, output_layout
 from ..launching.launch import overlaps, pretends
 from .fusion_forms import CASTED, FORMS, NEVER, OUT, WRITTEN, Form, Maker, same
 from .fusion_text import LARGE, TYPES, Node, Read, is_turned, launch_chain
-from .lazy_mode import Deferred, PutsOff, is_slice, tensors_of
+from .lazy_mode import Deferred, LazyMode, is_slice, tensors_of
 
 if TYPE_CHECKING:
     from .step_products import StepProducts
 
 CASES = """
 def chained(function, *given):
-    step = PutsOff()
+    step = LazyMode()
     step.chains = FUNCTIONS
     with step:
         return function(*given)
@@ -85,7 +85,7 @@ class Chain(Deferred):
     """What functions of numbers give, one after the other."""
 
     node: Node
-    step: PutsOff
+    step: LazyMode
     single: Callable[[Tensor], object] | None = None
     """Where it is one function of torch: writes what that gives."""
 
@@ -107,7 +107,7 @@ class Chain(Deferred):
         launch_chain([(self.node, out), *_on_the_way(self.step, self.node)])
 
 
-def _on_the_way(step: PutsOff, node: Node) -> list[tuple[Node, Tensor]]:
+def _on_the_way(step: LazyMode, node: Node) -> list[tuple[Node, Tensor]]:
     """Return what the same kernel writes besides: results of the same size that a node takes in, and that are held."""
     size = math.prod(node.shape)
     if size > LARGE:  # to compute it again, if anything reads it, costs no more than to write it now
@@ -174,7 +174,7 @@ def _node(make: Maker, form: Form, args: Sequence[Any], named: Mapping[str, Any]
     return node if fits else None
 
 
-def _put_off(func: Callable[..., Any], form: Form, step: PutsOff, *args: Any, **named: Any) -> Tensor | None:
+def _put_off(func: Callable[..., Any], form: Form, step: LazyMode, *args: Any, **named: Any) -> Tensor | None:
     """Return what stands for a function's result, None where torch is to compute it."""
     like = None if not NEVER.isdisjoint(named) else where_it_runs(args, named)
     result = None if like is None else _result(func, args, named, step.largest)
@@ -201,7 +201,7 @@ def _put_off(func: Callable[..., Any], form: Form, step: PutsOff, *args: Any, **
     return place if result.is_contiguous() else place.permute([order.index(number) for number in range(len(order))])
 
 
-def in_order(step: PutsOff, tensor: Tensor) -> Tensor | None:
+def in_order(step: LazyMode, tensor: Tensor) -> Tensor | None:
     """Return a copy that lies in order, by a kernel that reads in the order of memory; None where there is none."""
     if tensor.is_contiguous():
         return None
@@ -211,7 +211,7 @@ def in_order(step: PutsOff, tensor: Tensor) -> Tensor | None:
     return copied
 
 
-def hides_nothing(step: PutsOff, mask: Tensor) -> bool:
+def hides_nothing(step: LazyMode, mask: Tensor) -> bool:
     """Return whether a mask is put off, and true or zero everywhere."""
     found = step.at(mask)
     return (
@@ -235,7 +235,7 @@ def computed_once(step: StepProducts, tensor: Tensor) -> Tensor:
     return step.once(found.node.key, found.reads, compute).view(tensor.shape)
 
 
-def uncopied(step: PutsOff, tensor: Tensor) -> Tensor:
+def uncopied(step: LazyMode, tensor: Tensor) -> Tensor:
     """Return the numbers of a tensor that is to be a copy of others, where they lie; else the tensor itself.
 
     Kernels of attention read rows of heads wherever they begin, at multiples of 16 bytes.
@@ -270,7 +270,7 @@ def _single(
 
 
 def _write(
-    func: Callable[..., Any], form: Form, step: PutsOff, target: Tensor, *args: Any, **named: Any
+    func: Callable[..., Any], form: Form, step: LazyMode, target: Tensor, *args: Any, **named: Any
 ) -> Tensor | None:
     """Take a function that writes its first argument, where that is put off; `func` is the one that only computes."""
     found = step.at(target)
@@ -291,7 +291,7 @@ def _write(
     return target
 
 
-def _set(step: PutsOff, target: Tensor, index: Any, value: Any) -> Tensor | None:
+def _set(step: LazyMode, target: Tensor, index: Any, value: Any) -> Tensor | None:
     """Do nothing where a part of a tensor is set to itself, as behind `x[1:] += y`."""
     if not isinstance(value, Tensor) or not is_slice(index):
         return None

@@ -22,7 +22,7 @@ from ..linear import joined_storage
 from ..linear.conv1d_weight import takes_transposed
 from ..linear.linear import is_one_row, takes_few_rows, takes_product
 from ..linear.prologue import LayerNormPrologue, Norm, Prologue, shift_of
-from .lazy_mode import Deferred, Handlers, Instead, PutsOff, key_of, tensors_of
+from .lazy_mode import Deferred, Handlers, Instead, LazyMode, key_of, tensors_of
 from .multi_gemv import MOST, alike, is_same, is_same_norm, launch_beside
 from .pending_ops import POINTS, Normed, Pointwise, Product, activation_of
 
@@ -52,7 +52,7 @@ MOST_CENTRED = 8
 the row twice, gain and shift. GPT-2 large's head, of 39, took 106 µs with it and 63 behind it (H100, Triton 3.6)."""
 
 
-class StepProducts(PutsOff):
+class StepProducts(LazyMode):
     """Takes products of few rows at the speed of memory, with what is before and after them, whoever calls them.
 
     Args:

@@ -5,9 +5,9 @@
     y_i = x W_iᵀ + b_i   for all i   =   split(x [W_0; W_1; …]ᵀ + [b_0; b_1; …])
 
 The projections stay the modules they were: after the first call their weights lie one behind the other in one memory
-(`joined_storage`), so a state dict has the original's keys, memory does not grow, and an in-place update of a weight is seen
-by the packed product. Where packing is not safe the modules themselves are called, and the reason is counted for
-`explain`. Where gradients are wanted the products stay apart, and `linear_autograd` makes their gradients.
+(`joined_storage`), so a state dict has the original's keys, memory does not grow, and an in-place update of a weight
+is seen by the packed product. Where packing is not safe the modules themselves are called, and the reason is counted
+for `explain`. Where gradients are wanted the products stay apart, and `linear_autograd` makes their gradients.
 """
 
 from __future__ import annotations

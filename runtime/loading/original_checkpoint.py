@@ -45,7 +45,7 @@ _ELSEWHERE = ("quantization_config", "gguf_file", "state_dict", "tp_plan", "tp_s
 _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 
 
-class NativeCheckpoint:
+class OriginalCheckpoint:
     """Base of rewritten `PreTrainedModel` classes.
 
     transformers converts a checkpoint's layout (stacked experts, renamed keys) only for classes that it takes for its

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from ..core import backend
-from ..decode.eligibility import Unfit
+from ..decode.eligibility import Unsupported
 from ..decode.graph_cache import GraphStore
 from ..decode.step_graph import DecodeGraph, Program, UnknownCache
 from ..decode.validation import StepChanges, StepDiffers, StepFails, StepReads
@@ -47,7 +47,7 @@ class Assistant:
         captures: whether steps are captured.
 
     Raises:
-        Unfit: if the assistant's step runs in no graph.
+        Unsupported: if the assistant's step runs in no graph.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Assistant:
             rows, length = input_ids.shape
             self._graph = store.find(model, rows, length + room, DynamicCache(), captures, "drafts")
             if self._graph.cache.stateful_layers:
-                raise Unfit("drafts_for_states")
+                raise Unsupported("drafts_for_states")
             is_new = not self._graph.is_proved
             self._graph.watch(None)
             if mask is None and rows > 1:
@@ -75,7 +75,7 @@ class Assistant:
                 if is_new:
                     store.settle(model, self._graph)
         except (UnknownCache, StepChanges, StepDiffers, StepFails, StepReads, CaptureFailed) as error:
-            raise Unfit("drafted") from error
+            raise Unsupported("drafted") from error
 
     def draft(self, graph: DecodeGraph) -> None:
         """Draft what follows the text of a model's graph, into its state."""

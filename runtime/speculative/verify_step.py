@@ -9,8 +9,8 @@ token by token (Leviathan and others, 2023, with drafts that are certain). Keys 
 values of drafts that were wrong stay behind the position, where no mask shows them and the next step overwrites them.
 
 Of several rows either each keeps what was right (`RaggedWindow`), and they are brought into line behind the step
-(`left_pad_rows`), or all keep as many as the one with the fewest, and stay in line. Where a row is cut off depends on what
-others draw, or on what it has drawn so far, so that either way its text is distributed as by itself.
+(`left_pad_rows`), or all keep as many as the one with the fewest, and stay in line. Where a row is cut off depends on
+what others draw, or on what it has drawn so far, so that either way its text is distributed as by itself.
 """
 
 from __future__ import annotations

@@ -692,7 +692,7 @@ def test_a_trial_leaves_the_generator_as_the_call_left_it(device: str) -> None:
 
 def test_functions_that_cannot_be_put_off_run_one_by_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever gets at memory unseen reads what nobody computed: that is noticed, and said."""
-    monkeypatch.setattr(lazy_mode.PutsOff, "_settle", lambda step, *given: None)
+    monkeypatch.setattr(lazy_mode.LazyMode, "_settle", lambda step, *given: None)
     model = made(device, lambda model, x, _: (model.linear(x) * 2 + 1).sum(-1, keepdim=True) + x)
     with backend.use_backend("triton") if device == "cuda" else contextlib.nullcontext():
         outputs = [model(inputs(device, number)) for number in range(3)]

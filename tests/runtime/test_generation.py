@@ -782,7 +782,7 @@ def test_every_reason_is_used():
         for module in (eligibility, generation, graph_cache, decode_loop, rank_agreement, shards, recorded_inputs)
     )
     assert all(f'"{reason}"' in text for reason in loop_reasons.REASONS)
-    named = set(re.findall(r'(?:Unfit\(|_refuse\(graph, |"generate", )"(\w+)"', text))
+    named = set(re.findall(r'(?:Unsupported\(|_refuse\(graph, |"generate", )"(\w+)"', text))
     assert len(named) > 15
     assert named <= loop_reasons.REASONS.keys()
 

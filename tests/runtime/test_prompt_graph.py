@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from hf_rewrite_runtime.cache.cache_argument import given_back, passed_on
-from hf_rewrite_runtime.cache.preallocated import needs_no_mask
+from hf_rewrite_runtime.cache.preallocated import skips_mask
 from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.decode.prompt_graph import MOST_TOKENS, ROUNDING, is_causal
 from hf_rewrite_runtime.decode.step_graph import DecodeGraph
@@ -81,15 +81,15 @@ def test_masks_are_left_out_in_the_graph_and_nowhere_else() -> None:
     model = model_of()
     graph = DecodeGraph(model, batch_size=1, capacity=256)
     model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(needs_no_mask(kwargs[passed_on()])), with_kwargs=True
+        lambda module, args, kwargs: seen.append(skips_mask(kwargs[passed_on()])), with_kwargs=True
     )
     graph.prefill(prompt(1, 9))
-    assert not needs_no_mask(graph.cache)
+    assert not skips_mask(graph.cache)
     assert True in seen
     assert False in seen
     with graph.cache.step():
-        assert needs_no_mask(graph.cache)
-    assert not needs_no_mask(None)
+        assert skips_mask(graph.cache)
+    assert not skips_mask(None)
 
 
 def test_weights_that_a_step_moves_are_read_where_they_are() -> None:

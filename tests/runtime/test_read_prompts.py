@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_rewrite_runtime.attention.attend_step import attend_step
 from hf_rewrite_runtime.cache.cache_argument import argument_of, passed_on
-from hf_rewrite_runtime.cache.preallocated import PreallocatedCache, decodes, needs_no_mask
+from hf_rewrite_runtime.cache.preallocated import PreallocatedCache, is_decode_step, skips_mask
 from hf_rewrite_runtime.core.prefill_context import NoPromptForm, Reading, current, of, refuse
 from hf_rewrite_runtime.decode import prompt_graph
 from hf_rewrite_runtime.decode.step_graph import DecodeGraph
@@ -162,19 +162,19 @@ def test_layers_take_their_step_once_the_model_was_told_that_it_needs_no_mask() 
     with prompt.running():
         assert of(cache) is current() is prompt
         assert of(PreallocatedCache(1, 1, 8, "cpu")) is None
-        assert not needs_no_mask(cache)
-        assert not decodes(cache)
+        assert not skips_mask(cache)
+        assert not is_decode_step(cache)
         cache.causal = True
-        assert needs_no_mask(cache)
-        assert decodes(cache)
+        assert skips_mask(cache)
+        assert is_decode_step(cache)
         cache.fused = False
-        assert not decodes(cache)
+        assert not is_decode_step(cache)
         with pytest.raises(NoPromptForm, match="latent"):
             refuse(cache, "latent_attention")
     assert current() is None
     refuse(cache, "latent_attention")
     with prompt.running():
-        assert not decodes(cache)
+        assert not is_decode_step(cache)
 
 
 def test_attention_among_statements_of_a_file_reads_no_prompt() -> None:

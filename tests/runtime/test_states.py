@@ -14,7 +14,7 @@ from hf_rewrite_runtime.cache.layer_factory import HybridLayer, StateLayer
 from hf_rewrite_runtime.cache.layers import INDEXED, CacheFull, GrowsInStep, IndexedLayer, PreallocatedLayer
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache, preallocated_like
 from hf_rewrite_runtime.decode import eligibility
-from hf_rewrite_runtime.decode.eligibility import Unfit
+from hf_rewrite_runtime.decode.eligibility import Unsupported
 from hf_rewrite_runtime.decode.recorded_inputs import StepInputs
 
 if states.LAYER is None or not eligibility.can_watch():
@@ -478,14 +478,14 @@ def test_arguments_of_one_shape_are_told_apart_by_name_and_by_whether_they_advan
 )  # fmt: skip
 def test_what_does_not_follow_is_refused(given):
     cache = read()
-    with pytest.raises(Unfit) as raised:
+    with pytest.raises(Unsupported) as raised:
         watched(given, cache)
     assert raised.value.reason == "inputs"
     assert cache.length == LENGTH
 
 
 def test_another_cache_than_ours_is_refused():
-    with pytest.raises(Unfit) as raised:
+    with pytest.raises(Unsupported) as raised:
         watched(lambda n: {"past_key_values": DynamicCache()})
     assert raised.value.reason == "cache_unused"
 

@@ -54,9 +54,7 @@ REWRITTEN = (
         "structure",
         file="_runtime/products",
     ),
-    Bug(
-        "llama", "hooks ignored", "if backend.observed(projection):", "if False:", file="_runtime/linear/packing.py"
-    ),
+    Bug("llama", "hooks ignored", "if backend.observed(projection):", "if False:", file="_runtime/linear/packing.py"),
     Bug(
         "llama",
         "adapters ignored",

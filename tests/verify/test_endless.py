@@ -20,7 +20,7 @@ from rewrite.verify import parallel as pools
 from rewrite.verify.judging import watchdog
 from rewrite.verify.judging.checks import CheckRun, Done, one_by_one
 from rewrite.verify.judging.verdict import Figure
-from rewrite.verify.judging.watchdog import NeverEnds, of_original, watched
+from rewrite.verify.judging.watchdog import Hung, of_original, watched
 from rewrite.verify.models.model_pair import on_original
 from rewrite.verify.parallel import Part
 
@@ -134,7 +134,7 @@ def test_a_machine_that_stalls_or_is_used_by_others_takes_no_patience(monkeypatc
             watch.look(sys._getframe())
     assert watch.own == 2
     time.sleep(0.06)
-    with pytest.raises(NeverEnds):
+    with pytest.raises(Hung):
         watch.look(sys._getframe())
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rewrite.verify import Options, verify
-from rewrite.verify.generation.loop_scenarios import TALKS
+from rewrite.verify.generation.loop_scenarios import SCENARIOS
 from rewrite.verify.generation.poison import poison
 
 from .bugs import Bug
@@ -30,7 +30,7 @@ def test_the_loop_is_checked_where_there_is_one(package: Path) -> None:
     verdict = verify(upstream("llama"), package, CHECKED)
     assert verdict.passed, verdict.reason
     checks = [check for check in verdict.gates[-1].checks if check.name.startswith("decode loop")]
-    assert len(checks) == 13 + len(TALKS)
+    assert len(checks) == 13 + len(SCENARIOS)
     assert {check.status for check in checks} == {"passed"}
 
 

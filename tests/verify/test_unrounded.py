@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rewrite.verify.generation.loop_scenarios import Talk
+from rewrite.verify.generation.loop_scenarios import Session
 from rewrite.verify.judging.compare import DRAWS, Mismatch, NotRun, Observations, Triple, near_exact
 from rewrite.verify.judging.fp32_free_reference import unrounded
 from rewrite.verify.judging.requested import Record
@@ -115,11 +115,11 @@ def test_every_way_of_asking_for_fp32_is_widened() -> None:
 
 def test_a_model_that_captures_is_made_anew_without_roundings() -> None:
     subject = SimpleNamespace(name="Model", accepts=lambda name: False)
-    talk = Talk(cast(Any, SimpleNamespace(record=Record(), subject=subject)), Variant("base", None), "float64")
+    talk = Session(cast(Any, SimpleNamespace(record=Record(), subject=subject)), Variant("base", None), "float64")
     talk._pair = cast(Any, "with roundings")
     pairs: list[object] = []
 
-    def run(asked: Talk) -> None:
+    def run(asked: Session) -> None:
         pairs.append(asked._pair)
         asked._pair = cast(Any, "its own")
         both = (off(4e-7, 0), off(4e-7, 1)) if len(pairs) == 1 else (exact(), exact())
@@ -135,10 +135,10 @@ def test_a_model_that_captures_is_made_anew_without_roundings() -> None:
 @pytest.mark.parametrize(("others", "passes"), [(1e-7, True), (9e-7, False)])
 def test_one_text_is_a_sample_of_a_few_tokens(others: float, passes: bool) -> None:
     subject = SimpleNamespace(name="Model", accepts=lambda name: False)
-    talk = Talk(cast(Any, SimpleNamespace(record=Record(), subject=subject)), Variant("base", None), "float64")
+    talk = Session(cast(Any, SimpleNamespace(record=Record(), subject=subject)), Variant("base", None), "float64")
     draws: list[int] = []
 
-    def run(asked: Talk) -> None:
+    def run(asked: Session) -> None:
         draws.append(asked._draw)
         exactly = asked._figures.get("without roundings to fp32") == 1
         both = (exact(), exact()) if exactly else (off(3e-7, 0), off(9e-7 if not asked._draw else others, 1))

@@ -96,7 +96,7 @@ class DecodeLayers(Transform):
             return Skip(refusal.reason, refusal.detail)
         except NotWritable as error:
             return Skip("other_layer", error.what)
-        uses = {use for method in methods for use in method.uses} | {"decodes"}
+        uses = {use for method in methods for use in method.uses} | {"is_decode_step"}
         edits = [method.edit(module) for method in methods if method.after is not layer.forward]
         own = next(method for method in methods if method.after is layer.forward)
         return Found((*edits, Edit(layer.forward, (_guarded(layer, module), own.node(module)))), tuple(sorted(uses)))
@@ -119,7 +119,7 @@ def _guarded(layer: LayerStep, module: Module) -> cst.FunctionDef:
     place = 1 if is_docstring(statements[0]) else 0
     returned = layer.returns.format(f"self.decode({', '.join(name or 'None' for name in layer.takes)})")
     asked = (make("not", test) for test in layer.unless)
-    tests = [f"decodes({layer.takes[-1]})", *(_asked(test, module) for test in asked)]
+    tests = [f"is_decode_step({layer.takes[-1]})", *(_asked(test, module) for test in asked)]
     guard = cst.parse_statement(
         f"if {' and '.join(tests)}:\n    return {returned}\n", config=module.tree.config_for_parsing
     )

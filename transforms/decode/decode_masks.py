@@ -23,7 +23,7 @@ from rewrite.analysis.tree.nodes import (
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _MASK = "attention_mask"
-_TESTS = m.Name("decodes") | m.Name("needs_no_mask")
+_TESTS = m.Name("is_decode_step") | m.Name("skips_mask")
 _PLAIN = frozenset(
     {"config", "input_embeds", "inputs_embeds", "attention_mask", "cache_position", *PASSED, "position_ids"}
 )
@@ -33,8 +33,8 @@ class DecodeMasks(Transform):
     """Make no mask in a decode step, nor in a graph that reads a prompt.
 
     What it does:
-        Turns `create_causal_mask(…)` into `None if needs_no_mask(past_key_values) else create_causal_mask(…)`. A call
-        with arguments that may hide more, such as `and_mask_function`, becomes `None if decodes(…) else …`.
+        Turns `create_causal_mask(…)` into `None if skips_mask(past_key_values) else create_causal_mask(…)`. A call
+        with arguments that may hide more, such as `and_mask_function`, becomes `None if is_decode_step(…) else …`.
 
     Why:
         A mask of one row costs a dozen kernels a token; the step's attention reads the valid slots of its cache.
@@ -91,7 +91,7 @@ class DecodeMasks(Transform):
         flow = _Flow(info, layers, module)
         if (reader := flow.other_reader(call)) is not None:
             return Skip("mask_read", reader)
-        test = "needs_no_mask" if _is_plain(call, forward) and flow.passed <= {_MASK} else "decodes"
+        test = "skips_mask" if _is_plain(call, forward) and flow.passed <= {_MASK} else "is_decode_step"
         return Found((Edit(call, (_unless(test, cache, call, module),)),), (test,))
 
 
@@ -99,7 +99,7 @@ def _asks_more(layer: ClassInfo) -> bool:
     """Whether a layer asks for more than a step before it takes its own, and reads the mask where it does not."""
     tests = [s.test for s in layer.methods["forward"].body.body if isinstance(s, cst.If)]
     joined = [test for test in tests if isinstance(test, cst.BooleanOperation)]
-    return any(m.matches(call.func, m.Name("decodes")) for test in joined for call in calls_in(test))
+    return any(m.matches(call.func, m.Name("is_decode_step")) for test in joined for call in calls_in(test))
 
 
 def _is_plain(call: cst.CSTNode, forward: cst.FunctionDef) -> bool:

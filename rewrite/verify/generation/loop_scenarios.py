@@ -41,11 +41,11 @@ def talk_checks(bench: Workbench, of: str = "") -> Iterator[CheckRun]:
     """The checks of a class that has a decode loop, none for one that has not; `of` goes into their names."""
     if not hasattr(bench.subject.rewritten, SWITCH):
         return
-    talk = Talk(bench, bench.base)
-    for name, run in TALKS.items():
+    talk = Session(bench, bench.base)
+    for name, run in SCENARIOS.items():
         yield CheckRun(f"decode loop{of}, {name}", partial(talk.about, run))
     for variant in bench.variants[1:] if not (of or bench.options.quick) else ():
-        other = Talk(bench, variant)
+        other = Session(bench, variant)
         yield CheckRun(f"decode loop, a cache that came back, {variant.name}", partial(other.about, _continued))
     encodes = bench.subject.accepts("decoder_input_ids")
     if bench.goes_on:
@@ -57,7 +57,7 @@ def talk_checks(bench: Workbench, of: str = "") -> Iterator[CheckRun]:
     for kind in kinds:
         bench.record.prompted(bench.subject.name, kind, False)
     if "images" in kinds:
-        pictures = Talk(bench, with_image_tokens(bench.base))
+        pictures = Session(bench, with_image_tokens(bench.base))
         yield CheckRun(f"decode loop{of}, images in the prompt", partial(pictures.about, _pictured))
 
 
@@ -79,7 +79,7 @@ def talk_alone(bench: Workbench) -> dict[str, Figure]:
 
 
 @dataclass(frozen=True)
-class Heard:
+class Reply:
     """What a side answered.
 
     `sequences` `[B, n]` with the prompt, `logits` and `scores` `[B, new, V]` of every new token, the cache that came
@@ -99,7 +99,7 @@ class Heard:
         return self.sequences[:, self.sequences.shape[1] - self.logits.shape[1] :]
 
 
-def say(model: Any, arguments: Mapping[str, Any], new: int, **settings: Any) -> Heard:
+def say(model: Any, arguments: Mapping[str, Any], new: int, **settings: Any) -> Reply:
     """Generate from copies of the arguments; a cache among them is used as it is."""
     import torch
 
@@ -118,11 +118,11 @@ def say(model: Any, arguments: Mapping[str, Any], new: int, **settings: Any) -> 
     cache = given_back(out)
     random = torch.cuda.get_rng_state() if out.sequences.is_cuda else torch.get_rng_state()
     names = f"{type(out).__name__} of {', '.join(out)}"
-    return Heard(out.sequences, torch.stack(out.logits, 1), torch.stack(out.scores, 1), cache, names, random)
+    return Reply(out.sequences, torch.stack(out.logits, 1), torch.stack(out.scores, 1), cache, names, random)
 
 
 @dataclass
-class Talk:
+class Session:
     """One pair of models of a class, asked one thing after another."""
 
     bench: Workbench
@@ -179,7 +179,7 @@ class Talk:
 
     def answers(
         self, first: Mapping[str, Any], second: Mapping[str, Any] | None = None, new: int = NEW, **settings: Any
-    ) -> tuple[Heard, Heard]:
+    ) -> tuple[Reply, Reply]:
         """What both sides answer, which has to be the same; `second` is asked of the rewritten one.
 
         Raises:
@@ -200,7 +200,7 @@ class Talk:
         self.judge(original, rewritten, bool(settings.get("do_sample")))
         return original, rewritten
 
-    def judge(self, original: Heard, rewritten: Heard, drawn: bool = False) -> None:
+    def judge(self, original: Reply, rewritten: Reply, drawn: bool = False) -> None:
         """Raise `Mismatch` unless both answered the same."""
         import torch
 
@@ -227,7 +227,7 @@ class Talk:
         self._figures["max"] = max(float(self._figures.get("max", 0.0)), float(found["max"]))
         self._figures["bound"] = bound(maximum)
 
-    def about(self, run: Callable[[Talk], None]) -> Mapping[str, Figure]:
+    def about(self, run: Callable[[Session], None]) -> Mapping[str, Figure]:
         """The figures of all calls of a check.
 
         A model that computes in fp32 in every dtype (GPT-Neo's attention) is asked anew without that where it differs
@@ -246,7 +246,7 @@ class Talk:
     def _begin(self, figures: dict[str, Figure]) -> None:
         self.calls, self._figures, self._compared = 0, figures, []
 
-    def _without_roundings(self, run: Callable[[Talk], None], mismatch: Mismatch) -> None:
+    def _without_roundings(self, run: Callable[[Session], None], mismatch: Mismatch) -> None:
         """Run a check that failed without roundings to fp32, in which both sides have to agree in every call.
 
         What it failed by is judged by the comparison that failed, of these prompts and, where that is more than the
@@ -271,7 +271,7 @@ class Talk:
         if errors is None or not errors.alone:
             raise Mismatch(f"{mismatch}; {errors or 'no roundings make that'}", mismatch.figures) from mismatch
 
-    def _unrounded(self, run: Callable[[Talk], None], number: int) -> Observations | None:
+    def _unrounded(self, run: Callable[[Session], None], number: int) -> Observations | None:
         """What the original answers without roundings to fp32 in the comparison of that number, if it comes to it."""
         self._pair = None
         self._begin({"without roundings to fp32": 1})
@@ -280,7 +280,7 @@ class Talk:
         self._pair = None
         return self._compared[number][0] if number < len(self._compared) else None
 
-    def _drawn(self, run: Callable[[Talk], None], number: int, names: Collection[str]) -> Roundings:
+    def _drawn(self, run: Callable[[Session], None], number: int, names: Collection[str]) -> Roundings:
         """The errors of some outputs in the comparison of that number, on other prompts.
 
         Raises:
@@ -308,12 +308,12 @@ def _kept(outputs: Observations) -> Observations:
     return {name: tensor.clone() for name, tensor in outputs.items()}
 
 
-def _one(talk: Talk) -> None:
+def _one(talk: Session) -> None:
     """One row without padding, for several chunks."""
     talk.answers(talk.ask(Ask("one", 1, 9)))
 
 
-def _padded(talk: Talk) -> None:
+def _padded(talk: Session) -> None:
     """Rows of unequal length, of which one ends by itself inside of a chunk, or at once."""
     arguments = talk.ask(Ask("padded", 3, 13, padded=True))
     settings = ending(talk, arguments)
@@ -323,7 +323,7 @@ def _padded(talk: Talk) -> None:
         talk.answers(arguments, **{**settings, "eos_token_id": first[0]})
 
 
-def ending(talk: Talk, arguments: Arguments) -> dict[str, Any]:
+def ending(talk: Session, arguments: Arguments) -> dict[str, Any]:
     """How to generate so that the first row ends by itself inside of a chunk; by draws where it repeats itself.
 
     Raises:
@@ -338,21 +338,21 @@ def ending(talk: Talk, arguments: Arguments) -> dict[str, Any]:
     raise NotRun("no token comes up for the first time inside of a chunk")
 
 
-def _sampled(talk: Talk) -> None:
+def _sampled(talk: Session) -> None:
     settings: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 40, "repetition_penalty": 1.1}
     if not talk.pair.original.config.is_encoder_decoder:
         settings["top_p"] = 0.95
     talk.answers(talk.ask(Ask("sampled", 3, 10, padded=True)), **settings)
 
 
-def _again(talk: Talk) -> None:
+def _again(talk: Session) -> None:
     """A text, another one of its shape, a longer one, and the first again; rows with padding between."""
     asks = [Ask("again", 2, 9), Ask("other", 2, 9), Ask("longer", 2, 14), Ask("padding", 2, 9, padded=True)]
     for number in (0, 1, 2, 0, 3, 1):
         talk.answers(talk.ask(asks[number]))
 
 
-def _continued(talk: Talk) -> None:
+def _continued(talk: Session) -> None:
     """A conversation: the cache that came back is handed over with more text, twice."""
     arguments = talk.ask(Ask("continued", 2, 9, padded=True))
     heard = talk.answers(arguments, new=MORE)
@@ -360,14 +360,14 @@ def _continued(talk: Talk) -> None:
         arguments, heard = go_on(talk, arguments, heard, turn)
 
 
-def _ended(talk: Talk) -> None:
+def _ended(talk: Session) -> None:
     """A conversation that goes on where a text ended by itself, inside of a chunk."""
     arguments = talk.ask(Ask("ended", 1, 9))
     heard = talk.answers(arguments, **ending(talk, arguments))
     go_on(talk, arguments, heard, 0)
 
 
-def go_on(talk: Talk, arguments: Arguments, heard: tuple[Heard, Heard], turn: int) -> tuple[Arguments, Any]:
+def go_on(talk: Session, arguments: Arguments, heard: tuple[Reply, Reply], turn: int) -> tuple[Arguments, Any]:
     """Say something more to what came back."""
     import torch
 
@@ -389,7 +389,7 @@ def go_on(talk: Talk, arguments: Arguments, heard: tuple[Heard, Heard], turn: in
     return given, talk.answers(first, second, new=MORE)
 
 
-def _own_cache(talk: Talk) -> None:
+def _own_cache(talk: Session) -> None:
     """An empty cache that was made without the configuration: it keeps every token, whatever the layers look at."""
     from transformers import DynamicCache
 
@@ -400,7 +400,7 @@ def _own_cache(talk: Talk) -> None:
     talk.answers(first, second, new=MORE)
 
 
-def _streamed(talk: Talk) -> None:
+def _streamed(talk: Session) -> None:
     """A streamer gets every token of a row that ends by itself, and the end."""
     arguments = talk.ask(Ask("streamed", 1, 10))
     settings = ending(talk, arguments)
@@ -414,13 +414,13 @@ def _streamed(talk: Talk) -> None:
     talk.judge(original, rewritten)
 
 
-def _begun(talk: Talk) -> None:
+def _begun(talk: Session) -> None:
     """The text behind an encoder begins with tokens of the caller's, once with fewer and once with more."""
     for decoder in (3, 5, 3):
         talk.answers(talk.ask(Ask(f"begun {decoder}", 2, 9, padded=True, decoder=decoder)))
 
 
-def _pictured(talk: Talk) -> None:
+def _pictured(talk: Session) -> None:
     """Images: of one shape, others of that shape, of another, of several; and text that goes on behind one."""
     bench, model = talk.bench, talk.pair.original
     shapes = {"a": ((2, 2),), "b": ((2, 2),), "c": ((1, 3),), "d": ((2, 1), (2, 2), (2, 1))}
@@ -435,7 +435,7 @@ def _pictured(talk: Talk) -> None:
     go_on(talk, kinds["a"], heard, 0)
 
 
-TALKS: dict[str, Callable[[Talk], None]] = {
+SCENARIOS: dict[str, Callable[[Session], None]] = {
     "a row": _one,
     "rows with padding, one ends": _padded,
     "draws": _sampled,

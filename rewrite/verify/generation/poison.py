@@ -35,7 +35,7 @@ def always_steps(layer: type[Any]) -> bool:
     forward = ast.parse(textwrap.dedent(inspect.getsource(layer.forward)))
     joined = [value for node in ast.walk(forward) if isinstance(node, ast.BoolOp) for value in node.values]
     called = [value.func for value in joined if isinstance(value, ast.Call)]
-    return not any(isinstance(function, ast.Name) and function.id == "decodes" for function in called)
+    return not any(isinstance(function, ast.Name) and function.id == "is_decode_step" for function in called)
 
 
 def reads_padding(bench: Workbench, model: Any, batch: Batch) -> bool:

@@ -12,7 +12,7 @@ from rewrite.errors import NothingToBuild, RewriteError, SourceDoesNotImport
 
 from .compare import DoesNotRun, Mismatch, NotRun
 from .verdict import Check, Failure, Figure, Gate, Status
-from .watchdog import NeverEnds, watched
+from .watchdog import Hung, watched
 
 Progress = Callable[[str], None]
 LIBRARIES = frozenset({"torch", "transformers"})
@@ -53,7 +53,7 @@ def one_by_one(checks: Iterable[CheckRun], progress: Progress) -> Iterator[Done]
         try:
             with watched():
                 result = run_check(check)
-        except NeverEnds as why:
+        except Hung as why:
             spent = time.perf_counter() - started
             yield Done(Check(check.name, "failed", str(why), seconds=spent, failure="raised"), ends=True, endless=True)
             return

@@ -24,7 +24,7 @@ TIMES = 20
 """Slices for each one that the original used in the same check."""
 
 
-class NeverEnds(BaseException):
+class Hung(BaseException):
     """The rewritten side does not come back. No `except Exception` of the code under test can take it for its own."""
 
     def __init__(self, own: float, original: float, where: str):
@@ -51,7 +51,7 @@ class _Watch:
         """Count a slice.
 
         Raises:
-            NeverEnds: there were too many; raised again at each further look, for code that swallows it.
+            Hung: there were too many; raised again at each further look, for code that swallows it.
         """
         now = time.monotonic()
         if now - self.counted < 0.9 * SLICE_S:  # several threads use up a slice together, faster than one
@@ -69,7 +69,7 @@ class _Watch:
         if self.own > allowed:
             where = _place(self.lasting)
             self.lasting = []
-            raise NeverEnds(self.own * SLICE_S, self.original * SLICE_S, where)
+            raise Hung(self.own * SLICE_S, self.original * SLICE_S, where)
 
 
 _watches: list[_Watch] = []
@@ -89,7 +89,7 @@ def watched() -> Iterator[None]:
     Only a process's first thread can, where there is such a timer and nobody else (a profiler) uses it.
 
     Raises:
-        NeverEnds: the rewritten side used up its time.
+        Hung: the rewritten side used up its time.
     """
     if _watches or not _able():
         yield
