@@ -2,6 +2,8 @@
 
 A transform names every place that looks like its business (`candidates`, broad), and for each says what it would
 change (`Found`) or why it leaves it alone (`Skip`, with a reason from its own closed set). It never edits the tree.
+
+Reading on: `transforms/fuse_gate_up.py`.
 """
 
 from __future__ import annotations

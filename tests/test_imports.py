@@ -9,6 +9,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -108,6 +109,17 @@ def test_every_module_has_a_room() -> None:
 def test_every_room_is_there() -> None:
     folders = {parent.as_posix() for name in MODULES for parent in Path(name).parents} | set(MODULES)
     assert sorted(set(ROOMS) - folders) == []
+
+
+def test_a_room_has_at_most_twenty_modules() -> None:
+    files = [path for path in MODULES.values() if path.name != "__init__.py"]
+    assert {room: n for room, n in Counter(path.parent for path in files).items() if n > 20} == {}
+
+
+def test_a_file_name_occurs_once() -> None:
+    """`__init__` and `__main__` are Python's."""
+    names = Counter(path.name for path in MODULES.values() if not path.name.startswith("__"))
+    assert [name for name, n in names.items() if n > 1] == []
 
 
 def test_no_import_goes_up() -> None:

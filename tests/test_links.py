@@ -63,3 +63,25 @@ def test_a_dead_link_is_found(text: str, expected: list[str]) -> None:
 def test_every_page_is_on_the_site() -> None:
     listed = set(re.findall(r": ([\w.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
     assert {page.name for page in (ROOT / "docs").glob("*.md")} | {"index.md", "contributing.md"} == listed
+
+
+NEXT = re.compile(r"^Reading on: `([\w./]+)`\.$", re.M)
+PATHS = re.compile(r"`((?:rewrite|runtime|transforms)/[\w/]+(?:\.py)?)`")
+
+
+def test_fifteen_files_explain_the_project() -> None:
+    """Each names the next: README links to the architecture, which begins the chain."""
+    assert "(docs/architecture.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    read, path = ["README.md"], "docs/architecture.md"
+    while path:
+        assert path not in read
+        read.append(path)
+        found = NEXT.search((ROOT / path).read_text(encoding="utf-8"))
+        path = found[1] if found else ""
+    assert len(read) == 15
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    named = PATHS.findall(page.read_text(encoding="utf-8"))
+    assert [path for path in named if not (ROOT / path).exists() and not (ROOT / f"{path}.py").exists()] == []

@@ -1,4 +1,7 @@
-"""The gate and up projections of a gated MLP become one product."""
+"""The gate and up projections of a gated MLP become one product.
+
+Reading on: `rewrite/analysis/projections/projections.py`.
+"""
 
 from __future__ import annotations
 

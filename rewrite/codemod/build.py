@@ -1,4 +1,7 @@
-"""Text in, text out: a source becomes the text of a rewritten modeling file and the report of what was done."""
+"""Text in, text out: a source becomes the text of a rewritten modeling file and the report of what was done.
+
+Reading on: `rewrite/package/assemble.py`.
+"""
 
 from __future__ import annotations
 

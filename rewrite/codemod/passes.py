@@ -3,6 +3,8 @@
 The engine is the only place that changes a tree. It accounts for every candidate, refuses an edit that would drop a
 comment or call a name that the file has for something else, puts imports in once at the end, and takes out what the
 rewriting left unused.
+
+Reading on: `rewrite/codemod/build.py`.
 """
 
 from __future__ import annotations

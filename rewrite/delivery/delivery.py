@@ -1,4 +1,7 @@
-"""The last steps of a rewrite, whoever asked for it: stage, check, verify, put in place, say so."""
+"""The last steps of a rewrite, whoever asked for it: stage, check, verify, put in place, say so.
+
+Reading on: `rewrite/verify/runner.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The files of an output package, as bytes: modeling file, neighbours, `__init__.py`, the runtime it needs, lock."""
+"""The files of an output package, as bytes: modeling file, neighbours, `__init__.py`, the runtime it needs, lock.
+
+Reading on: `rewrite/delivery/delivery.py`.
+"""
 
 from __future__ import annotations
 

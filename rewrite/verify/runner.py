@@ -1,4 +1,7 @@
-"""Runs the gates in order, cheapest first, and stops at the first that fails."""
+"""Runs the gates in order, cheapest first, and stops at the first that fails.
+
+Reading on: `runtime/core/backend.py`.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ overwrites them.
 Between steps the cache behaves like transformers' `DynamicCache`: lengths are Python ints and an update returns what
 is valid, as views. Inside `step()` nothing on the host knows the length: it is `position`, a tensor on the device, an
 update writes one token there, or a few from there on, and returns the whole buffers.
+
+Reading on: `runtime/generate/decode_loop.py`.
 """
 
 from __future__ import annotations

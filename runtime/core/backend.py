@@ -4,6 +4,8 @@ Every operator has a plain torch reference and, where it pays, a Triton kernel. 
 the operator runs, from the device of its first tensor and from `set_backend` or the environment variable
 `REWRITE_BACKEND` (`auto`, `reference`, `triton` or `aiter`), so that a wrong result can be bisected without editing a
 file. `aiter` is AMD's library, for the operators that `aiter_calls` lists; the others run as under `auto`.
+
+Reading on: `runtime/norms/rms_norm.py`.
 """
 
 from __future__ import annotations

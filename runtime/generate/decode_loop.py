@@ -2,6 +2,8 @@
 
 B rows, V vocabulary. A prompt is read, the step is proved where it is new, and replays follow in chunks, of which the
 host reads one while the next runs. `GraphGeneration` decides which calls come here.
+
+Reading from the start: `README.md`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ N is any leading shape, H the hidden size, `x32` the input in fp32:
     OLMo2, gpt_oss   cast(weight * normed)                      weight_in_fp32=True
     no weight        cast(normed)                               weight=None
     T5               weight * (normed, rounded to the weight's dtype where that has 16 bits)     rounds_as_weight=True
+
+Reading on: `runtime/cache/preallocated.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Finds linear projections that read the same input, and merges their calls into one.
 
 Used by `fuse_qkv` and `fuse_gate_up`, which differ only in which groups are theirs.
+
+Reading on: `rewrite/analysis/terms/computation.py`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ followed, annotations and docstrings do not count, and spellings of the same ope
 `x.to(torch.float32)`, `x ** 2` and `x.square()`, `torch.rsqrt(v)` and `v ** -0.5`) become the same term. The order of
 roundings is kept: a cast before a multiplication and one after it are different terms. `unify` finds a pattern in the
 result.
+
+Reading on: `rewrite/codemod/passes.py`.
 """
 
 from __future__ import annotations
