@@ -86,6 +86,11 @@ def test_what_got_better_is_no_regression(row):
     assert regressions({row.file: old}, [row]) == []
 
 
+def test_a_file_that_imports_now_has_lost_nothing(row):
+    old = Row(row.file, "a", "b", classes=[ClassRow("(the file)", "not run", "no soundfile")])
+    assert regressions({row.file: old}, [row]) == []
+
+
 def test_a_process_that_dies_is_a_row_and_is_not_tried_again(tmp_path):
     file = tmp_path / "modeling_crashes.py"
     file.write_text(CRASHES)

@@ -45,7 +45,7 @@ def _worse(old: Row, new: Row) -> Iterator[str]:
     if not verified:
         return
     outcomes = {found.name: found for found in new.classes}
-    for found in old.classes:
+    for found in old.classes if old.imported else ():  # of a file that did not import, none was found
         current = outcomes.get(found.name)
         if current is None or _RANK[current.outcome] < _RANK[found.outcome]:
             what = f"{current.outcome}: {current.detail}" if current is not None else "gone"

@@ -13,6 +13,7 @@ import transformers
 from rewrite.errors import VerificationError
 from rewrite.verify.models import configs, inputs, model_inputs
 from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.sizes import HIDDEN, VOCAB
 from rewrite.verify.models.smoke_test import MAX_PARAMETERS, parameter_count
 from rewrite.verify.state import checkpoints
 
@@ -144,6 +145,42 @@ def test_a_model_that_reads_a_value_as_it_is_made_is_counted(width):
 def test_a_field_that_counts_steps_is_no_epsilon():
     fields = configs.small_fields({"rms_norm_eps": 1e-6, "num_inference_steps": 10})
     assert fields == {"rms_norm_eps": 1e-3}
+
+
+def test_every_vocabulary_is_small_whatever_it_is_called():
+    large = {"vocab_size": 201024, "unpadded_vocab_size": 200058, "mel_vocab_size": 256, "entity_vocab_size": None}
+    small = {"vocab_size": VOCAB, "unpadded_vocab_size": VOCAB, "mel_vocab_size": VOCAB}
+    assert configs.small_fields(large) == small
+    assert configs.small_fields({"label_vocab_size": 5}) == {}  # smaller than any that this makes
+    assert all(map(configs._is_essential, small))
+
+
+def test_a_part_that_says_how_wide_another_is_agrees_with_it():
+    class Vision(transformers.PreTrainedConfig):
+        hidden_size: int = 1024
+        text_hidden_size: int = 4608
+
+    class Whole(transformers.PreTrainedConfig):
+        sub_configs: ClassVar = {"text_config": Part, "vision_config": Vision}
+
+        def __init__(self, text_config=None, vision_config=None, **kwargs):
+            super().__init__(**kwargs)
+            self.text_config, self.vision_config = text_config or Part(), vision_config or Vision()
+            if text_config and self.vision_config.text_hidden_size != text_config.hidden_size:
+                raise ValueError("the widths differ")
+
+    problems = []
+    found = next(configs._candidates(Whole, configs._nested_fields(Whole), problems))
+    assert not problems
+    assert found.vision_config.text_hidden_size == found.text_config.hidden_size == HIDDEN
+
+
+@pytest.mark.parametrize("rotated", ["head_dim", "qk_rope_head_dim"])
+def test_sections_of_a_rotary_embedding_fill_half_of_what_is_rotated(rotated):
+    defaults = {rotated: 128, "rope_parameters": {"mrope_section": [8, 12, 12]}}
+    section = configs._rope_fields(Part, defaults)["rope_parameters"]["mrope_section"]
+    assert len(section) == 3
+    assert 2 * sum(section) == configs.small_fields(defaults)[rotated]
 
 
 def test_widths_by_stage_are_divided_by_one_power_of_two():

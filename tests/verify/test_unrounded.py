@@ -113,6 +113,16 @@ def test_every_way_of_asking_for_fp32_is_widened() -> None:
     assert x.float().dtype == torch.float32
 
 
+def test_weights_that_stay_in_fp32_are_widened_in_products() -> None:
+    router = torch.nn.Linear(500, 3, bias=False, dtype=torch.float32)
+    with unrounded(), torch.no_grad():
+        found = [router(TRUTH.float()), TRUTH.float() @ router.weight.T, torch.matmul(TRUTH, router.weight.T)]
+    wanted = TRUTH @ router.weight.double().T
+    assert all(torch.equal(value, wanted) for value in found)
+    with pytest.raises(RuntimeError):
+        router(TRUTH)
+
+
 def test_a_model_that_captures_is_made_anew_without_roundings() -> None:
     subject = SimpleNamespace(name="Model", accepts=lambda name: False)
     talk = Session(cast(Any, SimpleNamespace(record=Record(), subject=subject)), Variant("base", None), "float64")

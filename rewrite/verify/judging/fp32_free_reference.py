@@ -10,15 +10,24 @@ from typing import Any
 from .compare import Observations, measure
 from .tolerances import bound
 
+PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
+"""Functions that take operands of one dtype, where elementwise ones promote."""
+
 
 @contextlib.contextmanager
 def unrounded() -> Iterator[None]:
-    """Take fp64 wherever torch is asked for fp32: norms, softmax and RoPE cast their input in every dtype."""
+    """Take fp64 wherever torch is asked for fp32: norms, softmax and RoPE cast their input in every dtype.
+
+    Weights that a model keeps in fp32 whatever its dtype are widened where a product of them is taken.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 
     def wider(value: Any) -> Any:
         return torch.float64 if value is torch.float32 else value
+
+    def widened(value: Any) -> Any:
+        return value.double() if isinstance(value, torch.Tensor) and value.dtype is torch.float32 else value
 
     class Wider(TorchFunctionMode):
         is_captured_along = True  # each of these runs has models of its own
@@ -26,7 +35,11 @@ def unrounded() -> Iterator[None]:
         def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.Tensor.float:
                 func = torch.Tensor.double
-            return func(*map(wider, args), **{name: wider(value) for name, value in (kwargs or {}).items()})
+            args, kwargs = [wider(one) for one in args], {name: wider(one) for name, one in (kwargs or {}).items()}
+            operands = (getattr(one, "dtype", None) for one in (*args, *kwargs.values()))
+            if getattr(func, "__name__", "") in PRODUCTS and torch.float64 in operands:
+                args, kwargs = map(widened, args), {name: widened(one) for name, one in kwargs.items()}
+            return func(*args, **kwargs)
 
     with Wider():
         yield

@@ -153,7 +153,7 @@ def _small_part(part: Any, profile: Mapping[str, Any]) -> Any:
     defaults = _with_padding(part)
     fields = small_fields(defaults) | _rope_fields(type(part), defaults) | _nested_fields(type(part), profile)
     fields |= dict(OVERRIDES.get(getattr(part, "model_type", ""), {}))
-    fewer = {name: value for name, value in fields.items() if name in ESSENTIAL}
+    fewer = {name: value for name, value in fields.items() if _is_essential(name)}
     declared = {name: value for name, value in fields.items() if name != "pad_token_id"}
     for values in (fields, fields | {"num_key_value_heads": HEADS}, fewer, declared):
         known = {name: value for name, value in values.items() if name in fields}
@@ -181,7 +181,8 @@ def _rope_fields(config_class: Any, defaults: Mapping[str, Any]) -> dict[str, An
         config_class, "ignore_keys_at_rope_validation", ()
     ):
         return {}
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope, "mrope_section": [2, 3, 3]}}
+    section = [1, 1, 2] if defaults.get("qk_rope_head_dim") else [2, 3, 3]  # half of what is rotated of a head
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope, "mrope_section": section}}
 
 
 def _changed(profile: Mapping[str, Any], defaults: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,6 +216,9 @@ def small_fields(defaults: Mapping[str, Any], window: bool = False) -> dict[str,
         for name, value in defaults.items()
         if name.endswith("_token_id") and name not in SMALL and isinstance(value, int) and value >= VOCAB
     }
+    fields |= {
+        name: VOCAB for name, value in defaults.items() if _is_vocabulary(name) and _is_width(value) and value > VOCAB
+    }
     if window and "sliding_window" in defaults:
         fields["sliding_window"] = WINDOW
     if defaults.get("is_encoder_decoder") and defaults.get("decoder_start_token_id") is None:
@@ -245,6 +249,15 @@ def _narrow_fields(defaults: Mapping[str, Any]) -> dict[str, Any]:
             if factor > 1:
                 fields[name] = [width // factor for width in widths]
     return fields
+
+
+def _is_essential(name: str) -> bool:
+    return name in ESSENTIAL or _is_vocabulary(name)
+
+
+def _is_vocabulary(name: str) -> bool:
+    """Whether a field is the number of rows of some embedding or head: of a part, or of one that is not padded."""
+    return name.endswith("_vocab_size")
 
 
 def _is_width(value: Any) -> bool:
@@ -279,7 +292,7 @@ def _first_that_builds(model_class: Any, config_class: Any, fields: Mapping[str,
 def _candidates(config_class: Any, fields: Mapping[str, Any], problems: list[str]) -> Iterator[Any]:
     defaults = _defaults(config_class)
     nested = getattr(config_class, "sub_configs", {})
-    fewer = {name: value for name, value in fields.items() if name in ESSENTIAL or name in nested}
+    fewer = {name: value for name, value in fields.items() if _is_essential(name) or name in nested}
     sets: list[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]
     sets = [(fields, (NARROW, *PROFILES)), (fewer, PROFILES)]
     if absent := _absent_parts(config_class, fields):

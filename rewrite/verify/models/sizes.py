@@ -27,6 +27,7 @@ SMALL: dict[str, Any] = {
         ("dim", "embed_dim", "emb_dim", "hidden_dim", "encoder_hidden_size", "decoder_hidden_size"), HIDDEN
     ),
     **dict.fromkeys(("projection_dim", "out_hidden_size", "proj_dim", "adapter_dim", "hidden_size_global"), HIDDEN),
+    **dict.fromkeys(("text_hidden_size", "projection_hidden_dim"), HIDDEN),
     **dict.fromkeys(("ffn_hidden_size", "vision_output_dim", "dim_feedforward"), 96),
     **dict.fromkeys(
         ("shared_expert_intermediate_size", "shared_experts_intermediate_size", "shared_intermediate_size"), 80
@@ -43,7 +44,14 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), VOCAB),
     **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim"), HEAD_DIM),
     **dict.fromkeys(("max_sequence_length", "original_max_position_embeddings"), POSITIONS),
-    **dict.fromkeys(("window_size", "attention_window_size"), WINDOW),
+    **dict.fromkeys(("window_size", "attention_window_size", "sliding_window_size"), WINDOW),
+    "swa_num_attention_heads": HEADS,
+    "swa_num_key_value_heads": KV_HEADS,
+    "swa_head_dim": HEAD_DIM,
+    "rel_extent": 6,
+    **dict.fromkeys(("n_layers_per_attn_res_block", "loop_layer_index_start"), 1),
+    **dict.fromkeys(("loop_layer_index_end", "loop_num_passes"), 2),
+    "loop_gate_rank": 8,
     "num_experts_per_token": 2,
     "num_expert_group": 1,
     "query_pre_attn_scalar": 24,
@@ -75,7 +83,7 @@ ESSENTIAL = (
     "hidden_size", "n_embd", "d_model", "intermediate_size", "ffn_dim", "d_ff", "num_hidden_layers", "n_layer",
     "n_layers", "num_layers", "num_attention_heads", "n_head", "n_heads", "num_heads", "vocab_size", "n_words",
     "pad_token_id", "num_decoder_layers", "encoder_layers", "decoder_layers", "encoder_attention_heads",
-    "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "num_key_value_heads",
+    "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "num_key_value_heads", "text_hidden_size",
 )  # fmt: skip
 """What has to be small for a model to be small; used alone where the rest does not fit together."""
 
