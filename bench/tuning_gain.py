@@ -117,7 +117,7 @@ def logits_with(steps: Steps, table: dict[str, Entry]) -> torch.Tensor:
     try:
         with torch.no_grad():
             steps._begin()
-            return steps.decode.forward().float().clone()
+            return steps.decode.call.forward().float().clone()
     finally:
         steps.tiles.try_out({})
 

@@ -207,12 +207,12 @@ def _launches(runtime: str, model: Any, batch: int, context: int) -> dict[Any, A
     tokens = min(PROMPT, context // 2)
     found: dict[Any, Any] = {}
     with backend.plainly():  # makes what a model computes once and keeps
-        model(torch.zeros(batch, tokens, dtype=torch.int64), logits_to_keep=1, **graph._cached)
+        model(torch.zeros(batch, tokens, dtype=torch.int64), logits_to_keep=1, **graph.call.cached)
         graph.begin(torch.full((batch, 1), tokens), None)
-        graph.plain_step()
+        graph.call.plain_step()
     with launch.rehearsing():
         for greedy in _greedy(sampling, model):
-            for run in graph.launching(tokens, greedy):
+            for run in graph.kernels.launching(tokens, greedy):
                 launch.collect(found.setdefault)
                 try:
                     run()

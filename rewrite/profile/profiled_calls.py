@@ -252,7 +252,7 @@ def _programs(model: Any) -> list[Callable[[], Any]]:
 def _step(graph: Any, program: Any) -> None:
     """Run a captured step without its graph; what the graph writes to stays where it is."""
     kept = program.logits, program.scores
-    with graph._as_for_decoding(), graph._held():
+    with graph.call.as_for_decoding(), graph.call.held():
         program._rehearse()
     program.logits, program.scores = kept
 

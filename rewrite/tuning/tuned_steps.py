@@ -51,7 +51,7 @@ class Steps:
         try:
             with torch.no_grad():
                 self._begin()
-                self.decode.forward()
+                self.decode.call.forward()
         finally:
             self.tiles.listen(None)
             self.tiles.try_out({})
@@ -63,7 +63,7 @@ class Steps:
         for table in tables:
             self.tiles.try_out(table)
             with self.decode.model._optimize_model_for_decode():
-                jobs |= self.ahead.variants(self.decode.forward, self.device)
+                jobs |= self.ahead.variants(self.decode.call.forward, self.device)
             self.tiles.try_out({})
         self.ahead.compile_all(jobs, self.device)
         return len(jobs)

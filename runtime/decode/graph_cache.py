@@ -116,7 +116,7 @@ class GraphStore:
         fitting = [key for key in self.graphs if key[0] == batch_size and needed <= key[1] <= 2 * capacity]
         key = min(fitting, default=(batch_size, capacity))
         graph = self.graphs.get(key)
-        if graph is not None and get_cache_format() is not None and graph.in_16_bits != in_16_bits:
+        if graph is not None and get_cache_format() is not None and graph.buffers.in_16_bits != in_16_bits:
             graph = None
         if graph is None or graph.captures != captures or not _has_layers(graph, model, like):
             self.graphs.pop(key, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,30 +20,47 @@ LOGITS = "the logits"
 """Their name in a trace."""
 
 
-class StepDiffers(RuntimeError):
+class StepRefused(RuntimeError):
+    """A step that no graph may take."""
+
+    reason: ClassVar[str]
+    """A key of `reasons.REASONS`."""
+    changes: Any = None
+    """`Changes` of the model that the step has made."""
+
+
+class StepDiffers(StepRefused):
     """The step against the preallocated buffers computes something else than the model's ordinary step."""
+
+    reason = "step_differs"
 
     def __init__(self, verdict: Verdict):
         super().__init__(f"a step differs from an ordinary one in {verdict}")
 
 
-class StepFails(RuntimeError):
+class StepFails(StepRefused):
     """The step cannot run where the host does not know the length."""
+
+    reason = "step_fails"
 
     def __init__(self, cause: Exception):
         super().__init__(f"the step cannot run against fixed-size buffers: {cause}")
 
 
-class StepChanges(RuntimeError):
+class StepChanges(StepRefused):
     """The step changes the model in a way that a replay would not."""
+
+    reason = "step_changes"
 
     def __init__(self, changes: Any, named: str):
         super().__init__(f"a step changes the model: {named}")
         self.changes = changes
 
 
-class StepReads(RuntimeError):
+class StepReads(StepRefused):
     """The step reads something that each prompt leaves on the model anew."""
+
+    reason = "step_reads"
 
     def __init__(self, model: nn.Module):
         super().__init__(f"a step of {type(model).__name__} reads what a prompt left on the model")

@@ -18,10 +18,13 @@ class Progress:
     Args:
         device: that draws.
         draws: whether it does.
+        reader: of the tokens.
         first: the first token.
+        start: the slot of that.
     """
 
-    def __init__(self, device: torch.device, draws: bool, first: Arrival):
+    def __init__(self, device: torch.device, draws: bool, reader: Reader, first: Arrival, start: int):
+        self.reader, self.start = reader, start
         self.waiting = deque([first])
         """What the host has not read."""
         self.made = 1
@@ -32,19 +35,19 @@ class Progress:
         self._marks: list[Any] = []
         self.mark()
 
-    def read(self, reader: Reader) -> None:
+    def read(self) -> None:
         """Let the host read what arrives next."""
-        self.stopped = reader.read(self.waiting.popleft().tokens())
+        self.stopped = self.reader.read(self.waiting.popleft().tokens())
 
     def mark(self) -> None:
         """Note where the random generator stands behind a token."""
         if self._random is not None:
             self._marks.append(self._random.mark())
 
-    def restore(self, count: int) -> None:
-        """Let it stand where it stood behind `count` tokens."""
+    def restore(self) -> None:
+        """Let it stand where it stood behind the last token that was read."""
         if self._random is not None:
-            self._random.restore(self._marks[count - 1])
+            self._random.restore(self._marks[self.reader.count - 1])
 
 
 class _Randomness:

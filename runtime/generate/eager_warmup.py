@@ -43,7 +43,7 @@ class PlainStep:
     def replay(self) -> None:
         """Run one step; the cache is told of its token by the caller, as after a replay."""
         with backend.plainly():
-            logits = self._graph.plain_step()
+            logits = self._graph.call.plain_step()
             self.logits, self.scores = choose(logits, self._graph.state, self._sampling)
 
 

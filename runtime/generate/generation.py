@@ -29,7 +29,7 @@ from ..decode.rank_agreement import planned
 from ..decode.recurrent_state import restoring
 from ..sampling.sampling import Lookup
 from ..tensor_parallel.shards import local
-from .decode_loop import GraphLoop
+from .decode_loop import DecodeLoop
 
 
 class GraphGeneration(GenerationMixin):
@@ -143,7 +143,7 @@ class GraphGeneration(GenerationMixin):
                     return None, reason
                 try:
                     with restoring(self, call.inputs):
-                        generation = GraphLoop(self, call, store, plan, lookup)
+                        generation = DecodeLoop(self, call, store, plan, lookup)
                         if assistant is not None:
                             with store_of(assistant).claimed(assistant) as theirs:
                                 return (generation.run(assistant), None) if theirs else (None, "reentrant")

@@ -3,7 +3,7 @@
 A step is captured once, so that looking at every call costs nothing later. Norms and products of few rows are put off
 (`pending_ops`) until something reads them: a product that reads a norm computes it, and an activation, a bias or a
 residual that follows a product is its last stage. What may put off, and what that is, is `lazy_mode`'s; a step that
-reads what nobody computed shows in `DecodeGraph.prove`.
+reads what nobody computed shows in `Validator.prove`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ from transformers.cache_utils import DynamicCache
 from ..core import backend
 from ..decode.eligibility import Unsupported
 from ..decode.graph_cache import GraphStore
-from ..decode.step_graph import DecodeGraph, Program, UnknownCache
-from ..decode.validation import StepChanges, StepDiffers, StepFails, StepReads
+from ..decode.step_buffers import UnknownCache
+from ..decode.step_graph import DecodeGraph, Program
+from ..decode.validation import StepRefused
 from ..device.graph_capture import CaptureFailed
 from ..sampling.sampling import Sampling
 from .left_pad_rows import Alignment, aligns
@@ -65,7 +66,7 @@ class Assistant:
             self._graph = store.find(model, rows, length + room, DynamicCache(), captures, "drafts")
             if self._graph.cache.stateful_layers:
                 raise Unsupported("drafts_for_states")
-            is_new = not self._graph.is_proved
+            is_new = not self._graph.validator.has_proved
             self._graph.watch(None)
             if mask is None and rows > 1:
                 mask = torch.ones_like(input_ids)  # of which columns may become padding
@@ -74,7 +75,7 @@ class Assistant:
                 self._program = self._graph.program(self._sampling)
                 if is_new:
                     store.settle(model, self._graph)
-        except (UnknownCache, StepChanges, StepDiffers, StepFails, StepReads, CaptureFailed) as error:
+        except (UnknownCache, StepRefused, CaptureFailed) as error:
             raise Unsupported("drafted") from error
 
     def draft(self, graph: DecodeGraph) -> None:

@@ -39,7 +39,7 @@ BLOCK = 8192
 """Numbers that a program holds at a time."""
 ALIKE = 0.1
 """Largest relative distance of logits where rows lie in other slots, however far rounding takes them
-(`DecodeGraph.rounding`). Another order of sums gives 0.02 in bf16; where it is in doubt, rows keep pace."""
+(`Validator.rounding`). Another order of sums gives 0.02 in bf16; where it is in doubt, rows keep pace."""
 FARTHEST = 16
 """Slots by which rows are moved to try that."""
 
@@ -155,7 +155,7 @@ def align(graph: DecodeGraph, tables: Sequence[Table]) -> None:
     state.sequence.copy_(_shifted(state.sequence, 1, state.shift))
     # A row that has ended lies where it may be overwritten: it sees a slot, whatever that holds.
     starts = torch.where(state.finished, torch.minimum(state.starts, state.position), state.starts + state.shift)
-    graph.hide_before(starts)
+    graph.buffers.hide_before(starts)
 
 
 def aligns(graph: DecodeGraph, tokens: Tensor) -> bool:
@@ -169,24 +169,24 @@ def aligns(graph: DecodeGraph, tokens: Tensor) -> bool:
         tokens: `[B, n]` of a step; with n = 1 only the step of one is tried.
     """
     state, length = graph.state, graph.cache.length
-    if graph.aligns is None:
+    if graph.validator.aligns is None:
         far = min(FARTHEST, graph.cache.capacity - length - tokens.shape[1])
         if far <= 0:
             return False
         before, logits, tables = state.copy(), [], tables_of(graph)
         state.input_ids.copy_(tokens[:, :1])
-        with graph.model._optimize_model_for_decode():
+        with graph.call.as_for_decoding():
             for shift in (0, far, -far):
                 state.position.fill_(length + max(shift, 0))
                 state.shift.fill_(shift)
                 align(graph, tables)
                 if shift >= 0:
-                    several = [] if tokens.shape[1] == 1 else [graph.forward_several(tokens)]
-                    logits.append(torch.cat([graph.forward()[:, None], *several], dim=1).float())
+                    several = [] if tokens.shape[1] == 1 else [graph.call.forward_several(tokens)]
+                    logits.append(torch.cat([graph.call.forward()[:, None], *several], dim=1).float())
         state.restore(before)
-        graph.hide_before(state.starts)
-        graph.aligns = distance(logits[1], logits[0]) <= min(graph.rounding, ALIKE)
-    return graph.aligns
+        graph.buffers.hide_before(state.starts)
+        graph.validator.aligns = distance(logits[1], logits[0]) <= min(graph.validator.rounding, ALIKE)
+    return graph.validator.aligns
 
 
 def moved_bytes(graph: DecodeGraph) -> float:

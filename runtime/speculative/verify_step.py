@@ -46,7 +46,7 @@ class Window(Program):
         drafts = state.drafts[:, : width_of(self.sampling) - 1]
         if len(drafts) > 1 and self.sampling.pad is not None:
             drafts.copy_(torch.where(state.finished[:, None], self.sampling.pad, drafts))
-        logits = graph.forward_several(torch.cat([state.input_ids, drafts], dim=1))
+        logits = graph.call.forward_several(torch.cat([state.input_ids, drafts], dim=1))
         self.logits, self.scores = check(logits, state, self.sampling, self.ragged)
 
 

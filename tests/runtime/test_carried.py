@@ -23,7 +23,7 @@ from hf_rewrite_runtime.decode.recurrent_state import CarriedStates, hands_on_st
 from hf_rewrite_runtime.decode.step_graph import DecodeGraph, Program
 from hf_rewrite_runtime.forward import capture_trial, captured, forward_settings
 from hf_rewrite_runtime.forward.captured import CapturedForward
-from hf_rewrite_runtime.generate import decode_loop
+from hf_rewrite_runtime.generate import call_graphs
 from hf_rewrite_runtime.generate.generation import GraphGeneration
 
 if not eligibility.can_watch():
@@ -189,7 +189,7 @@ def test_states_in_fp32_of_a_model_in_bf16(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_text_moves_to_a_larger_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_cache, "ROUNDING", 4)
-    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 3)
+    monkeypatch.setattr(call_graphs, "FIRST_ROOM", 3)
     models = pair(name)
     both(models, asked(), max_new_tokens=20)
     both(models, asked(seed=1), max_new_tokens=20)

@@ -18,7 +18,7 @@ from hf_rewrite_runtime.decode import graph_cache
 from hf_rewrite_runtime.decode.eligibility import makes_cache_position
 from hf_rewrite_runtime.decode.graph_cache import store_of
 from hf_rewrite_runtime.decode.policy import GraphPolicy
-from hf_rewrite_runtime.generate import decode_loop
+from hf_rewrite_runtime.generate import call_graphs, drafting
 from hf_rewrite_runtime.sampling.prompt_lookup import look_up
 from hf_rewrite_runtime.sampling.sampling import Lookup, Sampling, StepState
 from hf_rewrite_runtime.speculative import draft_model as assisting
@@ -84,7 +84,7 @@ def plant_rows(monkeypatch: pytest.MonkeyPatch, text: torch.Tensor, right: list[
         state.drafted.fill_(lookup.tokens)
         state.matched.fill_(1)
 
-    for module in (left_pad_rows, decode_loop, verify_step):
+    for module in (left_pad_rows, drafting, verify_step):
         monkeypatch.setattr(module, "look_up", planted)
     monkeypatch.setattr("hf_rewrite_runtime.sampling.greedy.look_up", planted)
 
@@ -209,7 +209,7 @@ def test_a_seed_draws_the_same_text_and_another_seed_another(taken: list[list[in
 def test_near_the_end_of_the_cache_and_beyond(
     monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
 ) -> None:
-    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 6)
+    monkeypatch.setattr(call_graphs, "FIRST_ROOM", 6)
     monkeypatch.setattr(graph_cache, "ROUNDING", 4)
     model, original = pair("mistral")
     inputs = prompt(1)
@@ -275,7 +275,7 @@ def test_drafts_are_those_of_transformers(ngram: int, eos: list[int] | None) -> 
 
 def test_without_a_match_there_is_no_step_of_several(monkeypatch: pytest.MonkeyPatch, taken: list[list[int]]) -> None:
     model, original = pair()
-    monkeypatch.setattr(decode_loop, "look_up", lambda state, lookup, eos: state.drafted.zero_())
+    monkeypatch.setattr(drafting, "look_up", lambda state, lookup, eos: state.drafted.zero_())
     monkeypatch.setattr("hf_rewrite_runtime.sampling.greedy.look_up", lambda state, lookup, eos: state.drafted.zero_())
     same(run(model, prompt(1), **LOOKUP), run(original, prompt(1), **GREEDY))
     assert taken == []
@@ -398,7 +398,7 @@ def test_weights_that_a_later_first_step_moves_leave_no_graph_of_before(monkeypa
 def test_drafts_of_another_model_end_where_the_cache_does(
     monkeypatch: pytest.MonkeyPatch, taken: list[list[int]]
 ) -> None:
-    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 12)
+    monkeypatch.setattr(call_graphs, "FIRST_ROOM", 12)
     monkeypatch.setattr(graph_cache, "ROUNDING", 4)
     model, original = pair()
     assistant, _ = pair()

@@ -14,7 +14,7 @@ from transformers import WhisperConfig, WhisperForCausalLM
 from hf_rewrite_runtime.decode import graph_cache
 from hf_rewrite_runtime.decode.graph_cache import store_of
 from hf_rewrite_runtime.decode.step_graph import DecodeGraph
-from hf_rewrite_runtime.generate import decode_loop
+from hf_rewrite_runtime.generate import call_graphs
 from hf_rewrite_runtime.generate.generation import GraphGeneration
 from hf_rewrite_runtime.sampling.sampling import Lookup, Sampling, StepState
 from hf_rewrite_runtime.speculative import verify_step
@@ -177,7 +177,7 @@ def test_a_seed_draws_the_same_rows_and_another_seed_others(taken: list[list[int
 def test_near_the_end_of_the_cache_and_beyond(
     monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
 ) -> None:
-    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 6)
+    monkeypatch.setattr(call_graphs, "FIRST_ROOM", 6)
     monkeypatch.setattr(graph_cache, "ROUNDING", 4)
     model, original = pair("mistral")
     inputs = prompt(4)
@@ -267,7 +267,9 @@ def test_rows_of_the_cache_end_at_one_slot(monkeypatch: pytest.MonkeyPatch, alwa
             moved = graph.cache.layers[1].keys[row, :, first:end]
             assert torch.equal(moved, before[row, :, starts[row] : end - far])
             assert torch.equal(graph.state.sequence[row, first : end + 1], text[row, starts[row] : end - far + 1])
-            assert graph._attention_mask[row].tolist() == [int(slot >= first) for slot in range(graph.cache.capacity)]
+            assert graph.buffers.attention_mask[row].tolist() == [
+                int(slot >= first) for slot in range(graph.cache.capacity)
+            ]
         seen.append(shift)
 
     monkeypatch.setattr(Alignment, "replay", looked_at)

@@ -193,8 +193,8 @@ def test_a_cache_is_continued_and_handed_back(llama: Pair) -> None:
 
 
 def test_a_text_moves_to_a_larger_cache(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = runtime_part(llama.package.__name__, "generate/decode_loop")
-    monkeypatch.setattr(loop, "FIRST_ROOM", 8)
+    graphs = runtime_part(llama.package.__name__, "generate/call_graphs")
+    monkeypatch.setattr(graphs, "FIRST_ROOM", 8)
     given = prompt(2, 250) | {"max_new_tokens": 30, "min_new_tokens": 30}
     ours = llama.ours_in_8_bits(**given)
     assert "capacity 512" in str(llama.package.explain(llama.ours))

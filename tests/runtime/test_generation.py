@@ -44,12 +44,12 @@ from hf_rewrite_runtime.cache.layers import CacheFull
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.core.explanation import explain
-from hf_rewrite_runtime.decode import eligibility, graph_cache, rank_agreement, recorded_inputs, validation
-from hf_rewrite_runtime.decode import step_graph as decode_graph
+from hf_rewrite_runtime.decode import eligibility, graph_cache, rank_agreement, recorded_inputs, validation, validator
 from hf_rewrite_runtime.decode.eligibility import recomputes_at_switch
 from hf_rewrite_runtime.decode.graph_cache import release_graphs, store_of
-from hf_rewrite_runtime.decode.step_graph import DecodeGraph, UnknownCache
-from hf_rewrite_runtime.generate import decode_loop, generation, loop_reasons
+from hf_rewrite_runtime.decode.step_buffers import UnknownCache
+from hf_rewrite_runtime.decode.step_graph import DecodeGraph
+from hf_rewrite_runtime.generate import call_graphs, call_prefill, decode_loop, drafting, generation, loop_reasons
 from hf_rewrite_runtime.generate.generation import GraphGeneration
 from hf_rewrite_runtime.tensor_parallel import shards
 
@@ -369,7 +369,7 @@ def test_max_time_ends_a_generation():
 
 
 def test_grows_past_its_capacity(monkeypatch):
-    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 6)
+    monkeypatch.setattr(call_graphs, "FIRST_ROOM", 6)
     monkeypatch.setattr(graph_cache, "ROUNDING", 4)
     model, original = pair("mistral")
     for sampling in ("greedy", "penalised"):
@@ -500,9 +500,9 @@ def test_probabilities_that_are_no_numbers_raise_as_in_the_original():
     arguments = {"do_sample": True, "max_new_tokens": 9}
     model.generate(**prompt(), **arguments)
     (graph,) = store_of(model).graphs.values()
-    forward = graph.forward
+    forward = graph.call.forward
     graph._programs.clear()
-    graph.forward = lambda: forward() * torch.nan
+    graph.call.forward = lambda: forward() * torch.nan
     graph.prove = lambda tokens, sampling: None
     with pytest.raises(RuntimeError, match="probability tensor"):
         model.generate(**prompt(), **arguments)
@@ -654,7 +654,7 @@ def test_where_one_rounding_makes_other_logits_no_bit_may_move(seen, monkeypatch
     last.__class__ = blind_beyond(seen)(type(last))  # no layer behind it keeps what it makes of that
     verdicts = []
     monkeypatch.setattr(
-        decode_graph, "compared", lambda *given: verdicts.append(validation.compared(*given)) or verdicts[-1]
+        validator, "compared", lambda *given: verdicts.append(validation.compared(*given)) or verdicts[-1]
     )
     run(model, prompt(padded=False), do_sample=False)
     assert loops(model) == (["step_differs"] if seen else [])
@@ -759,7 +759,7 @@ def test_an_attribute_that_the_model_itself_lacks_raises_as_in_the_original():
 def test_a_configuration_that_names_no_cache_layers_takes_the_original_loop(monkeypatch):
     """Release 5.0 counts none where `num_kv_shared_layers` is 0, and adds layers as they are written."""
     model, original = pair()
-    monkeypatch.setattr("hf_rewrite_runtime.decode.step_graph.DynamicCache", lambda config: DynamicCache())
+    monkeypatch.setattr("hf_rewrite_runtime.decode.step_buffers.DynamicCache", lambda config: DynamicCache())
     for _ in range(2):
         inputs = prompt()
         mine, theirs = (run(m, {**inputs, passed_on(): DynamicCache()}, do_sample=False) for m in (model, original))
@@ -777,12 +777,11 @@ def test_a_configuration_without_a_number_of_layers_has_no_graph(monkeypatch):
 
 
 def test_every_reason_is_used():
-    text = "".join(
-        inspect.getsource(module)
-        for module in (eligibility, generation, graph_cache, decode_loop, rank_agreement, shards, recorded_inputs)
-    )
+    of_calls = (eligibility, generation, graph_cache, rank_agreement, shards, recorded_inputs)
+    found_out = (call_graphs, call_prefill, drafting, decode_loop, validation)
+    text = "".join(inspect.getsource(module) for module in (*of_calls, *found_out))
     assert all(f'"{reason}"' in text for reason in loop_reasons.REASONS)
-    named = set(re.findall(r'(?:Unsupported\(|_refuse\(graph, |"generate", )"(\w+)"', text))
+    named = set(re.findall(r'(?:Unsupported\(|refuse\(graph, |reason = |"generate", )"(\w+)"', text))
     assert len(named) > 15
     assert named <= loop_reasons.REASONS.keys()
 

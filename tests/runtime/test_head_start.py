@@ -20,7 +20,7 @@ from hf_rewrite_runtime.decode.prompt_graph import ROUNDING
 from hf_rewrite_runtime.device import compile_ahead
 from hf_rewrite_runtime.device.compile_ahead import Compilation, taking_turns
 from hf_rewrite_runtime.fp8.fp8_generation import Fp8GraphGeneration
-from hf_rewrite_runtime.generate import decode_loop
+from hf_rewrite_runtime.generate import call_graphs, decode_loop
 from hf_rewrite_runtime.generate.generation import GraphGeneration
 from hf_rewrite_runtime.launching import launch
 
@@ -190,7 +190,7 @@ def test_a_full_cache_is_left_for_a_larger_one(
     times: int, done_after: Any, monkeypatch: pytest.MonkeyPatch, counted: list[str]
 ) -> None:
     done_after(times)
-    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 8)
+    monkeypatch.setattr(call_graphs, "FIRST_ROOM", 8)
     model, original = pair()
     (ours, _), (theirs, _) = (run(m, prompt(), max_new_tokens=300) for m in (model, original))
     assert torch.equal(ours.sequences, theirs.sequences)
@@ -248,11 +248,11 @@ def test_tokens_come_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(compile_ahead.CompilerLoading, "__init__", lambda self, device: events.append("loading"))
     monkeypatch.setattr(
-        decode_loop.GraphLoop, "captures", property(lambda self: True, lambda *given: None), raising=False
+        call_graphs.CallGraphs, "captures", property(lambda self: True, lambda *given: None), raising=False
     )
     monkeypatch.setattr(GraphStore, "_remember_idle", lambda self: None)
     monkeypatch.setattr(
-        "hf_rewrite_runtime.decode.step_graph.Compilation",
+        "hf_rewrite_runtime.decode.kernels_ahead.Compilation",
         lambda *arguments: (events.append("compiling"), Compilation({}, DEVICE))[1],
     )
     model.register_forward_pre_hook(noted, with_kwargs=True)

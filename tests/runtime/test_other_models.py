@@ -20,8 +20,10 @@ from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.decode import eligibility, graph_cache
 from hf_rewrite_runtime.decode.device_length import StepLength
 from hf_rewrite_runtime.decode.graph_cache import store_of
-from hf_rewrite_runtime.decode.step_graph import DecodeGraph, UnknownCache
-from hf_rewrite_runtime.generate import decode_loop
+from hf_rewrite_runtime.decode.step_buffers import UnknownCache
+from hf_rewrite_runtime.decode.step_call import StepCall
+from hf_rewrite_runtime.decode.step_graph import DecodeGraph
+from hf_rewrite_runtime.generate import call_graphs
 from hf_rewrite_runtime.generate.generation import GraphGeneration
 from rewrite.verify.models.configs import small_variants
 
@@ -205,7 +207,7 @@ def test_a_cache_is_continued_also_where_a_row_ended_inside_of_a_chunk(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_grows_past_its_capacity(name, monkeypatch):
-    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 3)
+    monkeypatch.setattr(call_graphs, "FIRST_ROOM", 3)
     monkeypatch.setattr(graph_cache, "ROUNDING", 2)
     model, original = pair(name)
     same((model, asked(model)), (original, asked(model)), max_new_tokens=14)
@@ -401,16 +403,16 @@ def test_a_generate_that_prepares_and_hands_over(name):
 
 
 def test_a_mask_that_hides_a_slot_too_many_is_seen(monkeypatch):
-    right = DecodeGraph._step_arguments
+    right = StepCall._step_arguments
 
     def short(self):
-        self.cache.position.sub_(1)
+        self.buffers.cache.position.sub_(1)
         try:
             return right(self)
         finally:
-            self.cache.position.add_(1)
+            self.buffers.cache.position.add_(1)
 
-    monkeypatch.setattr(DecodeGraph, "_step_arguments", short)
+    monkeypatch.setattr(StepCall, "_step_arguments", short)
     with pytest.raises(AssertionError):
         test_a_generate_that_prepares_and_hands_over("Kosmos2ForConditionalGeneration")
 

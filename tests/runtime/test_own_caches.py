@@ -27,9 +27,10 @@ from hf_rewrite_runtime.decode import eligibility, graph_cache
 from hf_rewrite_runtime.decode.eligibility import Call
 from hf_rewrite_runtime.decode.graph_cache import store_of
 from hf_rewrite_runtime.decode.recurrent_state import CarriedStates, hands_on_states, put_back
-from hf_rewrite_runtime.decode.step_graph import DecodeGraph, Program, UnknownCache
+from hf_rewrite_runtime.decode.step_buffers import UnknownCache
+from hf_rewrite_runtime.decode.step_graph import DecodeGraph, Program
 from hf_rewrite_runtime.decode.validation import StepFails
-from hf_rewrite_runtime.generate import decode_loop
+from hf_rewrite_runtime.generate import call_graphs
 from hf_rewrite_runtime.generate.generation import GraphGeneration
 
 KINDS = {
@@ -193,7 +194,7 @@ def test_what_is_left_is_memory_that_no_later_call_writes(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_text_moves_to_a_larger_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_cache, "ROUNDING", 4)
-    monkeypatch.setattr(decode_loop, "FIRST_ROOM", 3)
+    monkeypatch.setattr(call_graphs, "FIRST_ROOM", 3)
     models = pair(name)
     both(models, asked_of(name), max_new_tokens=20)
     both(models, asked_of(name, seed=1), max_new_tokens=20)

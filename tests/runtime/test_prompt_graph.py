@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from hf_rewrite_runtime.cache.cache_argument import given_back, passed_on
 from hf_rewrite_runtime.cache.preallocated import skips_mask
 from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.decode import kernels_ahead
 from hf_rewrite_runtime.decode.prompt_graph import MOST_TOKENS, ROUNDING, is_causal
 from hf_rewrite_runtime.decode.step_graph import DecodeGraph
 from hf_rewrite_runtime.launching import launch
@@ -196,12 +197,8 @@ def test_the_first_prompt_of_a_model_is_read_plainly_and_compiled_with_a_step(mo
     for module in ("device.compile_ahead", "decode.step_graph", "decode.prompt_graph"):
         monkeypatch.setattr(f"hf_rewrite_runtime.{module}.capture", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(
-        "hf_rewrite_runtime.decode.step_graph.compiler_loading", lambda device: contextlib.nullcontext()
-    )
-    monkeypatch.setattr(
-        "hf_rewrite_runtime.decode.step_graph.compile_all", lambda jobs, device: events.append(("compiled", 0))
-    )
+    monkeypatch.setattr(kernels_ahead, "compiler_loading", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(kernels_ahead, "compile_all", lambda jobs, device: events.append(("compiled", 0)))
     model.register_forward_pre_hook(noted, with_kwargs=True)
     ids = prompt(1, 9)
     graph = DecodeGraph(model, batch_size=1, capacity=256, captures=True)
@@ -233,7 +230,7 @@ def test_kernels_of_prompt_and_step_are_compiled_together_before_one_runs(monkey
         events.append([key[0].jit_function.__name__ for key in jobs])
 
     monkeypatch.setattr(norm, "forward", normed)
-    monkeypatch.setattr("hf_rewrite_runtime.decode.step_graph.compile_all", compiled)
+    monkeypatch.setattr(kernels_ahead, "compile_all", compiled)
     ids = prompt(1, 9)
     with torch.no_grad():
         expected = model(ids).logits[:, -1]

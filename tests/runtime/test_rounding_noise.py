@@ -62,11 +62,11 @@ def one_position_on(graph: DecodeGraph) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_the_first_slot(graph: DecodeGraph) -> Iterator[None]:
-    graph._attention_mask[:, 0] = 0
+    graph.buffers.attention_mask[:, 0] = 0
     try:
         yield
     finally:
-        graph._attention_mask[:, 0] = 1
+        graph.buffers.attention_mask[:, 0] = 1
 
 
 def layers(graph: DecodeGraph) -> Any:
@@ -96,13 +96,13 @@ def proved(kind: str, init: float, dtype: torch.dtype, bug: Callable[[DecodeGrap
     model = MODELS[kind](init).eval().to(dtype)
     graph = DecodeGraph(model, batch_size=3, capacity=32)
     if bug is not None:
-        right = graph.forward
+        right = graph.call.forward
 
         def wrong() -> Tensor:
             with bug(graph):
                 return right()
 
-        graph.forward = wrong  # type: ignore[method-assign]
+        graph.call.forward = wrong  # type: ignore[method-assign]
     ids = torch.randint(3, 190, (3, 11), generator=torch.Generator().manual_seed(0))
     graph.prefill(ids)
     return graph
@@ -113,8 +113,8 @@ def proved(kind: str, init: float, dtype: torch.dtype, bug: Callable[[DecodeGrap
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_right_step_is_kept(kind: str, dtype: torch.dtype, init: float) -> None:
     graph = proved(kind, init, dtype, None)
-    assert graph.is_proved
-    assert 0 < graph.rounding < (1e-5 if dtype is torch.float32 else 0.15)
+    assert graph.validator.has_proved
+    assert 0 < graph.validator.rounding < (1e-5 if dtype is torch.float32 else 0.15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -86,10 +86,10 @@ def test_a_right_rewriting_is_none() -> None:
 
 
 UNGUARDED = {
-    "carried/carried.in_a_dictionary": ("graph", "DecodeGraph", "_look_for_changes"),
-    "carried/carried.in_an_object": ("graph", "DecodeGraph", "_look_for_changes"),
-    "carried/carried.counts_its_calls": ("graph", "DecodeGraph", "_look_for_changes"),
-    "carried/carried.written_by_the_model": ("graph", "DecodeGraph", "_look_for_changes"),
+    "carried/carried.in_a_dictionary": ("validator", "Validator", "_look_for_changes"),
+    "carried/carried.in_an_object": ("validator", "Validator", "_look_for_changes"),
+    "carried/carried.counts_its_calls": ("validator", "Validator", "_look_for_changes"),
+    "carried/carried.written_by_the_model": ("validator", "Validator", "_look_for_changes"),
     "carried/carried.never_forgotten_in_a_dictionary": ("changes", "Before", "put_back"),
     "carried/carried.never_forgotten_in_place_of_a_buffer": ("changes", "Before", "put_back"),
     "carried/carried.read_of_the_prompt": ("changes", "Kept", "is_read"),

@@ -17,16 +17,16 @@ KEYS = (
         "a token short",
         ONE,
         "loop",
-        old="graph.cache.store(self.dynamic, length,",
-        new="graph.cache.store(self.dynamic, length - 1,",
+        old="graph.cache.store(self._dynamic, start + count - 1,",
+        new="graph.cache.store(self._dynamic, start + count - 2,",
     ),
     bug(
         "t5",
         "a token too many",
         ONE,
         "loop",
-        old="graph.cache.store(self.dynamic, length,",
-        new="graph.cache.store(self.dynamic, length + 1,",
+        old="graph.cache.store(self._dynamic, start + count - 1,",
+        new="graph.cache.store(self._dynamic, start + count,",
     ),
     bug(
         "llava",
@@ -36,7 +36,7 @@ KEYS = (
         old="= other.values[:, :, : length - start]",
         new="= other.keys[:, :, : length - start]",
     ),
-    bug("bart", "not continued", CONTINUED, "loop", old="graph.cache.load(self.dynamic)", new="pass"),
+    bug("bart", "not continued", CONTINUED, "loop", old="graph.cache.load(self._dynamic)", new="pass"),
     bug(
         "lfm2",
         "continued one token early",
@@ -58,7 +58,7 @@ KEYS = (
         "mask without the padding",
         PADDED,
         "graph",
-        old="self._attention_mask[:, : attention_mask.shape[1]] = attention_mask",
+        old="self.attention_mask[:, : attention_mask.shape[1]] = attention_mask",
         new="pass",
     ),
     bug(
@@ -82,7 +82,7 @@ KEYS = (
         "as from a model without an encoder",
         ONE,
         "loop",
-        old="encodes = self.model.config.is_encoder_decoder",
+        old="encodes = self._model.config.is_encoder_decoder",
         new="encodes = False",
     ),
     bug(
@@ -90,7 +90,7 @@ KEYS = (
         "random numbers drawn beyond the end",
         ENDED,
         "loop",
-        old="self._random.restore(self._marks[count - 1])",
+        old="self._random.restore(self._marks[self.reader.count - 1])",
         new="self._random.restore(self._marks[-1])",
     ),
     bug(
@@ -98,8 +98,8 @@ KEYS = (
         "scores are logits",
         DRAWS,
         "loop",
-        old="self.kept_scores.append(scores.clone())",
-        new="self.kept_scores.append((logits if self.kept_scores else scores).clone())",
+        old="self._scores.append(scores.clone())",
+        new="self._scores.append((logits if self._scores else scores).clone())",
     ),
 )
 

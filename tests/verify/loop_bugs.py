@@ -64,8 +64,8 @@ LOOP = (
     bug(
         "all rows end with one",
         "_runtime/decode",
-        "(first[:, None] == self.sampling.eos).any(dim=-1)",
-        "(first[:, None] == self.sampling.eos).any()",
+        "(first[:, None] == sampling.eos).any(dim=-1)",
+        "(first[:, None] == sampling.eos).any()",
     ),
     bug("cache not emptied", "_runtime/decode", "self.state.position.fill_(self.cache.length)", "pass"),
 )
@@ -103,7 +103,7 @@ TURNS = {
         'getattr(found, "_recomputes_at_switch", True)',
     ),
     "a step for each token": bug(
-        "the graphs of the first call thrown away", "_runtime/decode", "self.store.settle(self.model, graph)", "pass"
+        "the graphs of the first call thrown away", "_runtime/decode", "self._store.settle(self._model, graph)", "pass"
     ),
     "tokens looked up in the text": bug(
         "of the drafts that are right one is taken",

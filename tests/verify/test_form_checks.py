@@ -48,7 +48,7 @@ BUGS = {
         "causal = length >= 1 and mask is None", HEADS,
     ),
     "steps are made that nobody reads": (
-        "llama", "_runtime/decode", "progress.read(reader)\n                continue", "progress.read(reader)",
+        "llama", "_runtime/decode", "progress.read()\n                continue", "progress.read()",
         BEHIND,
     ),
     "a step rotates in fp32": (
@@ -56,7 +56,7 @@ BUGS = {
         "layer = past_key_values.layers[layer_idx]\n    in_fp32 = True\n    rotation =", ROUNDED,
     ),
     "a step knows no layers": (
-        "llama", "_runtime/decode/graph.py", "DynamicCache(config=model.config.get_text_config(decoder=True))",
+        "llama", "_runtime/decode/step_buffers.py", "DynamicCache(config=model.config.get_text_config(decoder=True))",
         "DynamicCache()", STEPS,
     ),
     "infinities stay": (

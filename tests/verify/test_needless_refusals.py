@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
-from hf_rewrite_runtime.generate.decode_loop import GraphLoop
+from hf_rewrite_runtime.generate.decode_loop import DecodeLoop
 from rewrite.verify import Options
 from rewrite.verify.calls import captured_replays
 from rewrite.verify.generation import loop_checks
@@ -56,7 +56,7 @@ def test_a_refusal_that_was_needless_is_told(bench: Any) -> None:
 
 
 def test_a_crash_of_what_captures_is_none_of_the_original_s(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GraphLoop, "run", crash)
+    monkeypatch.setattr(DecodeLoop, "run", crash)
     with pytest.raises(RuntimeError, match="planted"):
         asked_of_the_loop(bench)
     monkeypatch.setattr("hf_rewrite_runtime.forward.captured._called", crash)

@@ -86,7 +86,7 @@ def _looked_up(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     figures: dict[str, Figure] = {}
     for _ in range(2):
         try:
-            with package.taken(pair.rewritten), counted_steps(package.graph.DecodeGraph) as steps:
+            with package.taken(pair.rewritten), counted_steps(package.call.StepCall) as steps:
                 rewritten = generate(pair.rewritten, batch, LONGER, 0, **looked_up)
         except NotRun as reason:
             needless(bench, pair.original, lambda model: generate(model, batch, LONGER, 0, **looked_up), reason)
@@ -121,7 +121,7 @@ def _looked_up_by_row(bench: Workbench, variant: Variant) -> Mapping[str, Figure
         return tokens[:, batch.input_ids.shape[1] :]
 
     try:
-        with package.taken(pair.rewritten), counted_steps(package.graph.DecodeGraph) as steps:
+        with package.taken(pair.rewritten), counted_steps(package.call.StepCall) as steps:
             tokens = run(pair.rewritten)
     except ValueError as error:  # transformers' own loop takes one row only
         reason = NotRun(f"the original's loop ran, and raised: {error}")

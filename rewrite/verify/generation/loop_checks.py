@@ -42,7 +42,10 @@ PADS = "_takes_padding"
 WIDE = 128
 LOOP = re.compile(r"\.decode\.generation$")
 """Where the loop is in a runtime, installed or vendored."""
-PARTS = ("core.backend", "decode.step_graph", "decode.graph_cache", "device.graph_capture")
+PARTS = (
+    "core.backend", "device.graph_capture", "decode.step_graph", "decode.graph_cache", "decode.validation", "decode.step_buffers",
+    "decode.step_call",
+)  # fmt: skip
 NEW, LONGER = 16, 40
 generate = partial(texts.generate, use_cache=True)
 """Asked for a cache, since a configuration may say none (MPT's does): there is no loop without."""
@@ -88,9 +91,12 @@ class Package:
     """The parts of a package's runtime that say what ran."""
 
     backend: Any
+    capture: Any
     graph: Any
     store: Any
-    capture: Any
+    proof: Any
+    buffers: Any
+    call: Any
 
     @classmethod
     def of(cls, model_class: Any) -> Package:
@@ -105,11 +111,6 @@ class Package:
             return cls(*(importlib.import_module(f"{root}.{name}") for name in PARTS))
         except ModuleNotFoundError as error:
             raise NotRun(f"the package's loop is not one that can be asked what ran: {error}") from error
-
-    @property
-    def refusals(self) -> tuple[type[Exception], ...]:
-        """What a step raises that is not to be captured."""
-        return (self.graph.StepDiffers, self.graph.StepFails, self.graph.StepChanges, self.graph.StepReads)
 
     @contextlib.contextmanager
     def taken(self, model: Any) -> Iterator[None]:
@@ -298,15 +299,15 @@ def _steps(bench: Workbench, model: Any, batch: Batch, feed: Tensor, padding: bo
             for step in range(NEW):
                 poison(graph, poison_for(model), padding)
                 found.append(graph.step(feed[:, step]).clone())
-    except package.graph.UnknownCache as error:
+    except package.buffers.UnknownCache as error:
         if comparable(bench) and _is_known(model, *size):
             raise Mismatch(f"a graph made by hand fails: {error}") from error
         raise NotRun(str(error)) from error
     except package.graph.CacheFull as error:
         raise NotRun(str(error)) from error
-    except (*package.refusals, package.capture.CaptureFailed) as error:
+    except (package.proof.StepRefused, package.capture.CaptureFailed) as error:
         if fused(model):
-            differs = isinstance(error, getattr(package.graph, "StepDiffers", ()))
+            differs = isinstance(error, package.proof.StepDiffers)
             raise (StepDiffers if differs else Mismatch)(str(error)) from error
         raise NotRun(str(error)) from error
     return torch.stack(found, 1)
@@ -314,7 +315,8 @@ def _steps(bench: Workbench, model: Any, batch: Batch, feed: Tensor, padding: bo
 
 def _is_known(model: Any, rows: int, capacity: int) -> bool:
     """Whether this version's loop has buffers for what a model's cache holds."""
-    from hf_rewrite_runtime.decode.step_graph import DecodeGraph, UnknownCache
+    from hf_rewrite_runtime.decode.step_buffers import UnknownCache
+    from hf_rewrite_runtime.decode.step_graph import DecodeGraph
 
     try:
         DecodeGraph(model, rows, capacity)

@@ -71,7 +71,7 @@ def _step_for_each(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     with package.taken(pair.rewritten):
         generate(pair.rewritten, batch, NEW, 0, do_sample=False)
     seed_all(0)
-    with counted_steps(package.graph.DecodeGraph) as steps, package.taken(pair.rewritten):
+    with counted_steps(package.call.StepCall) as steps, package.taken(pair.rewritten):
         made = generate(pair.rewritten, batch, NEW, 0, do_sample=False).tokens.shape[1]
     if len(steps) > made - 1:
         raise Mismatch(f"{len(steps)} steps for {made} tokens, of which the prompt gives the first")
@@ -103,7 +103,7 @@ def _none_behind_the_end(bench: Workbench, variant: Variant) -> Mapping[str, Fig
         generate(pair.rewritten, batch, LONGER, 0, **DRAWN)
     ends = [place for place in range(4, 12) if free.index(free[place]) == place]
     for place in ends:
-        with counted_steps(package.graph.DecodeGraph) as steps, package.taken(pair.rewritten):
+        with counted_steps(package.call.StepCall) as steps, package.taken(pair.rewritten):
             heard = generate(pair.rewritten, batch, LONGER, 0, eos_token_id=free[place], **DRAWN).tokens.shape[1]
         if len(steps) >= heard - 1 + AHEAD:
             raise Mismatch(f"{len(steps)} steps for a row of {heard} tokens, of which the prompt gives the first")
@@ -154,7 +154,7 @@ def _keys_of_a_step(package: Package, model: Any, ids: Tensor) -> Tensor:
     """
     import torch
 
-    refused = (package.graph.UnknownCache, *package.refusals)
+    refused = (package.buffers.UnknownCache, package.proof.StepRefused)
     try:
         with torch.no_grad():
             graph = package.graph.DecodeGraph(model, *ids.shape)

@@ -1,0 +1,109 @@
+"""What one call of `generate()` returns: tokens, what was kept of every step, and the cache that it leaves.
+
+B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+from ..cache.cache_argument import NAMES, given_back
+from ..decode.eligibility import Call, keeps_cache, knows_both
+from ..decode.graph_cache import GraphStore
+from ..decode.step_graph import DecodeGraph
+from ..sampling.stop_checker import Reader
+
+_OF_THE_PROMPT = {"attention_mask", "position_ids", "token_type_ids"}
+"""Inputs with an entry for every token of the prompt."""
+
+
+class CallOutput:
+    """What one call returns.
+
+    Args:
+        model: that generates.
+        call: its arguments.
+        store: of its graphs.
+        dynamic: a growing cache that gets what the graph's holds in the end.
+    """
+
+    def __init__(self, model: Any, call: Call, store: GraphStore, dynamic: DynamicCache):
+        self._model, self._call, self._store, self._dynamic = model, call, store, dynamic
+        self._logits: list[Tensor] = []
+        self._scores: list[Tensor] = []
+
+    def keep(self, logits: Tensor | None, scores: Tensor | None) -> None:
+        """Keep copies of a token's logits and scores `[B, V]`, as far as the call wants them."""
+        if self._call.keeps and logits is not None and scores is not None:
+            if self._call.config.output_logits:
+                self._logits.append(logits.clone())
+            if self._call.config.output_scores:
+                self._scores.append(scores.clone())
+
+    def finish(self, graph: DecodeGraph, reader: Reader, start: int, drafted: bool) -> Any:
+        """Return what transformers' loop returns, and leave caches as it does.
+
+        Args:
+            graph: that holds the text.
+            reader: of its tokens.
+            start: number of tokens before the first that was generated.
+            drafted: whether tokens behind the end may be in the cache.
+        """
+        call, count = self._call, reader.count
+        sequences = self._sequences(graph, reader, start)
+        carried = graph.carried.leave() if graph.carried else None
+        if keeps_cache(call):
+            graph.cache.store(self._dynamic, start + count - 1, drafted=drafted)
+            if graph.call.watched is not None:
+                graph.call.watched.store(call.inputs.get(call.cache_name))
+        if call.streamer is not None:
+            call.streamer.end()
+        if not call.config.return_dict_in_generate:
+            return sequences
+        kept: dict[str, Any] = {
+            "sequences": sequences,
+            "scores": tuple(self._scores[:count]) if call.config.output_scores else None,
+            "logits": tuple(self._logits[:count]) if call.config.output_logits else None,
+        }
+        encodes = self._model.config.is_encoder_decoder
+        output = GenerateEncoderDecoderOutput if encodes else GenerateDecoderOnlyOutput
+        cached = NAMES[0] if NAMES[0] in output.__dataclass_fields__ else NAMES[1]
+        states_alone = graph.carried.argument and not isinstance(call.cache, Cache)
+        return output(**kept, **{cached: carried if states_alone else self._returned_cache()})
+
+    def _sequences(self, graph: DecodeGraph, reader: Reader, start: int) -> Tensor:
+        """Return the prompt and the tokens, as the host has them where it padded some."""
+        prompt, count = self._call.input_ids, reader.count
+        if reader.edited:
+            made = reader.ids[:, prompt.shape[1] :][:, :count].to(prompt.device)
+        else:
+            made = graph.state.sequence[:, start : start + count]
+        return torch.cat([prompt, made], dim=-1)
+
+    def _returned_cache(self) -> Any:
+        """Return the cache as the model gives it back: one with cross-attention may put a growing one into another."""
+        given = self._call.inputs[self._call.cache_name]
+        if type(given) is DynamicCache:
+            return self._wrapped(given)
+        return given
+
+    def _wrapped(self, given: DynamicCache) -> Cache:
+        call, config = self._call, self._model.config
+        may_wrap = (
+            knows_both(self._model) and not config.is_encoder_decoder and getattr(config, "add_cross_attention", True)
+        )
+        if not may_wrap or self._store.gives_back_plain:
+            return given
+        beside = {name: value for name, value in call.inputs.items() if name not in _OF_THE_PROMPT}
+        one = self._model._prefill(call.input_ids[:, :1], call.config, {**beside, call.cache_name: DynamicCache()})
+        returned = given_back(one)
+        if not isinstance(returned, EncoderDecoderCache):
+            self._store.gives_back_plain = True
+            return given
+        returned.self_attention_cache = given
+        return returned
