@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from rewrite.measure.runtime_part import runtime_part
-from rewrite.verify.generation.latency import bootstrap_ratio
+from rewrite.measure.timing import ratio
 from rewrite.verify.models.real_shapes import FIELDS, SHAPES
 
 
@@ -63,10 +63,10 @@ def measure(original, rewritten, length, vocab, seconds):
             if number >= 0:
                 times[side].append(elapsed)
         number += 1
-    low, high = bootstrap_ratio(*times)
+    found = ratio(*times)
     ms = [statistics.median(side) for side in times]
-    return {"original_ms": ms[0], "rewritten_ms": ms[1], "ratio": ms[0] / ms[1], "low": low, "high": high,
-            "repeats": len(times[0])}  # fmt: skip
+    return {"original_ms": ms[0], "rewritten_ms": ms[1], "ratio": found["value"], "low": found["low"],
+            "high": found["high"], "repeats": len(times[0])}  # fmt: skip
 
 
 def parity(original, rewritten, exact, ids):

@@ -136,8 +136,11 @@ def verified(python: str, package: Path, model: str) -> dict[str, Any]:
     """Verify a package against its original in the environment of its transformers, and run its own self test."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     module = f"transformers.models.{model}.modeling_{model}"
-    line = [python, "-m", "rewrite.verify", module, str(package), "--quick"]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=900)
+    code = "import sys; from rewrite.verify import Options, summary, verify; "
+    code += "found = verify(*sys.argv[1:], Options(quick=True)); print(summary(found)); sys.exit(found.exit_code)"
+    done = subprocess.run(
+        [python, "-c", code, module, str(package)], env=environment, capture_output=True, text=True, timeout=900
+    )
     last = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
     code = f"import sys; sys.path.insert(0, '.'); import {package.name} as p; print(p.selftest())"
     tested = subprocess.run(

@@ -27,12 +27,12 @@ from rewrite.console import streams
 from rewrite.errors import (
     EXTRAS,
     MissingLibrary,
-    NameTaken,
     PathNotUsable,
     RewriteError,
     StreamLost,
     TransformError,
     UnknownModel,
+    UsageError,
     close,
 )
 
@@ -164,7 +164,11 @@ def run(args: Sequence[str] | None = None, own: bool = False) -> int:
     """Run the command line and return its exit code. `own`: this process runs nothing else, so it may be forked."""
     try:
         if getattr(rewrite, "DISTRIBUTION", None) != "hf-rewrite":
-            raise NameTaken(*rewrite.__path__)
+            raise UsageError(
+                f"the package 'rewrite' in {rewrite.__path__[0]} is not the one of hf-rewrite: another distribution "
+                "(openrewrite has that name too) was installed over it. Install hf-rewrite in an environment of its "
+                "own."
+            )
         return int(cli.main(args, prog_name="rewrite", standalone_mode=False, obj=own) or 0)
     except click.UsageError as error:
         command = error.ctx.info_name if error.ctx is not None and error.ctx.parent is not None else None

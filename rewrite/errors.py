@@ -1,4 +1,6 @@
-"""One base error, one class per failure; each builds its message from what was asked, found, and to be done next.
+"""One base error; a class where several places raise it or one catches it, else `UsageError` with the message at hand.
+
+A message says what was asked, what was found, where, and what to do next.
 
 Exit codes of the command: 0 done, 1 a difference or a failed verification, 2 usage, 3 a bug of ours.
 """
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +66,6 @@ class StreamLost(RewriteError):
         super().__init__(f"cannot write to {stream}: {why}. The run ended there.")
 
 
-class NameTaken(UsageError):
-    """Another distribution has put its own package over `rewrite`."""
-
-    def __init__(self, where: object):
-        super().__init__(
-            f"the package 'rewrite' in {where} is not the one of hf-rewrite: another distribution (openrewrite "
-            "has that name too) was installed over it. Install hf-rewrite in an environment of its own."
-        )
-
-
 class UnknownModel(UsageError):
     """MODEL is neither a model type, nor a class, nor a file, nor a module, nor a checkpoint folder."""
 
@@ -99,72 +91,11 @@ def close(word: str, known: Sequence[str], most: int = 3, cutoff: float = 0.6) -
     return [spelled[name] for name in difflib.get_close_matches(word.lower(), spelled, most, cutoff)]
 
 
-class UnknownModelFolder(UsageError):
-    """A folder was named that transformers.models has not, or that holds no modeling file."""
-
-    def __init__(self, name: str, known: Sequence[str]):
-        near = close(name.partition("/")[0], known)
-        hint = f"did you mean {', '.join(near)}?" if near else "`rewrite models` lists them."
-        super().__init__(f"transformers.models has no folder '{name}' with a modeling file: {hint}")
-
-
 class OutsideTransformNotLoadable(UsageError):
     """A transform that the user brings cannot be used."""
 
     def __init__(self, where: str, why: str):
         super().__init__(f"cannot load a transform of your own, {where}: {why}")
-
-
-class UnknownOperator(UsageError):
-    """A rule asks for something that the runtime does not offer."""
-
-    def __init__(self, use: str):
-        super().__init__(
-            f"a transform uses '{use}', which the runtime does not offer: `Found.uses` names what it offers, as in "
-            "'rms_norm'; a function of your own comes in by `Found.imports`"
-        )
-
-
-class NoModelingFile(UsageError):
-    """A model type exists, but transformers has no file that defines its model alone."""
-
-    def __init__(self, model_type: str, config: str, version: str, files: Sequence[str], elsewhere: str | None = None):
-        """Say which file to choose.
-
-        Args:
-            model_type, config: what was asked for, and its configuration.
-            version: of transformers.
-            files: several modeling files of its own.
-            elsewhere: the class of another model that it is.
-        """
-        choice = "it is made of other models' code."
-        if files:
-            choice = f"choose one of {', '.join(files)} and give its path."
-        elif elsewhere is not None:
-            choice = (
-                f"its model is {elsewhere}. Rewrite that (rewrite {elsewhere}), and load with "
-                f"{elsewhere}.from_pretrained(CHECKPOINT, config=AutoConfig.from_pretrained(CHECKPOINT))."
-            )
-        super().__init__(
-            f"transformers {version} has no modeling file of its own for '{model_type}' ({config}): {choice}"
-        )
-
-
-class NoCode(UsageError):
-    """A file or folder is given that holds weights only."""
-
-    def __init__(self, path: object, instead: str):
-        super().__init__(f"cannot rewrite {shortened(path)}: {instead}.")
-
-
-class CodeNotTrusted(UsageError):
-    """A model on the Hub is made by code of its own, which is not downloaded unasked."""
-
-    def __init__(self, name: str, file: str):
-        super().__init__(
-            f"'{name}' is made by code of its own, {file}: --trust-remote-code downloads it and lets the verification "
-            "run it (--no-verify only reads it)."
-        )
 
 
 class CheckpointNotUsable(UsageError):
@@ -197,46 +128,11 @@ class MissingTransformers(MissingLibrary):
         super().__init__("transformers", needed_for, ", or name one to read: --transformers VERSION|PATH|project")
 
 
-class DeviceNotUsable(UsageError):
-    """torch cannot use the device that was asked for."""
-
-    def __init__(self, device: str, why: str):
-        super().__init__(f"device '{device}' cannot be used: {why}")
-
-
-class UnknownKernel(UsageError):
-    """A kernel was asked for that the runtime does not have."""
-
-    def __init__(self, kernel: str, known: Sequence[str]):
-        super().__init__(f"no kernel '{kernel}': there are {', '.join(known)}.")
-
-
-class UnknownModelledStep(UsageError):
-    """A decode step was asked for whose launches are not described."""
-
-    def __init__(self, model: str, known: Sequence[str]):
-        super().__init__(f"no decode step of '{model}' is described: there are {', '.join(known)}.")
-
-
 class NoKernelRecord(UsageError):
     """A file or folder does not hold what `rewrite kernels --record` wrote."""
 
     def __init__(self, path: object, why: str):
         super().__init__(f"{shortened(path)} is no record of kernels: {why} (`rewrite kernels --record` makes one).")
-
-
-class KernelsNotPlanned(RewriteError):
-    """The launches of a step could not be collected and compiled."""
-
-    def __init__(self, card: str, model: str, why: str):
-        super().__init__(f"the step of '{model}' could not be compiled for {card}: {why}")
-
-
-class KernelsNotCompiled(RewriteError):
-    """The kernels of a package could not be compiled ahead of time."""
-
-    def __init__(self, package: object, card: str, why: str):
-        super().__init__(f"the kernels of {package} could not be compiled for {card}: {why}")
 
 
 class NeedsGpu(UsageError):
@@ -253,51 +149,11 @@ class NothingToTune(UsageError):
         super().__init__(f"{what} cannot be tuned: {why}.")
 
 
-class NothingMeasured(UsageError):
-    """A table of products is to be read, and there is none."""
-
-    def __init__(self, path: object):
-        super().__init__(f"there is no {path}: `rewrite tune DIR --products` measures one.")
-
-
-class NothingToExport(UsageError):
-    """A table of products has nothing that another program could read."""
-
-    def __init__(self, path: object):
-        super().__init__(
-            f"{path} has no product in 16 bits that was measured on an AMD card or that torch should not compute."
-        )
-
-
-class MissingProgram(UsageError):
-    """A program that the request needs is not installed."""
-
-    def __init__(self, program: str, needed_for: str):
-        super().__init__(f"{program} is not installed and {needed_for} needs it.")
-
-
-class NotTrusted(UsageError):
-    """Something would run a modeling file that came with a checkpoint, and that was not allowed."""
-
-    def __init__(self, path: object):
-        super().__init__(f"{path} came with a checkpoint, and this would run it: --trust-remote-code allows that.")
-
-
 class SourceNotReadable(UsageError):
     """The modeling file cannot be read as Python text."""
 
     def __init__(self, path: object, why: str):
         super().__init__(f"cannot read {path}: {why}")
-
-
-class NotAPythonFile(UsageError):
-    """A file was named that is no Python file: a notebook is JSON, which parses as Python and holds no classes."""
-
-    def __init__(self, path: Path):
-        meant = "what is rewritten is a Python file, modeling_*.py"
-        if path.suffix == ".ipynb":
-            meant = "put the classes of the model into a Python file, modeling_*.py, and import it in the notebook"
-        super().__init__(f"{path} is {'a notebook' if path.suffix == '.ipynb' else 'no Python file'}: {meant}.")
 
 
 class SourceDoesNotParse(UsageError):
@@ -312,16 +168,6 @@ class SourceTooDeep(UsageError):
 
     def __init__(self, path: object, line: int):
         super().__init__(f"{path}:{line}: nested too deeply to be rewritten: make it flatter (each `elif` is a level)")
-
-
-class SourceTooLarge(UsageError):
-    """The modeling file would take hours."""
-
-    def __init__(self, path: object, tokens: int, most: int):
-        super().__init__(
-            f"{path} is too large to be rewritten, {tokens:,} tokens and {most:,} is the most: move its tables of "
-            "data into a module of their own."
-        )
 
 
 class AlreadyRewritten(UsageError):
@@ -365,29 +211,11 @@ class NotCommittable(UsageError):
         super().__init__(f"--commit: {shortened(folder)}: {why}.")
 
 
-class OutputOfAnotherModel(OutputNotOurs):
-    """The output folder holds a package of another model than the one that is to be rewritten."""
-
-    def __init__(self, path: object, there: str, asked: str):
-        super().__init__(path, f"holds a package made from {there}, and this would put one of {asked} in its place")
-
-
 class OutputNotWritable(RewriteError):
     """Writing the output failed; the folder that was there before is untouched."""
 
     def __init__(self, path: object, why: str):
         super().__init__(f"cannot write {shortened(path)}: {why}. What was there before is unchanged.")
-
-
-class SitesLost(RewriteError):
-    """A transform rewrites fewer places of a package than it did when the package was made."""
-
-    def __init__(self, path: object, lost: Mapping[str, tuple[int, int]]):
-        counts = ", ".join(f"{name} {before} → {now}" for name, (before, now) in sorted(lost.items()))
-        super().__init__(
-            f"fewer places are rewritten than in {path} now ({counts}): the folder was left as it is. "
-            "--force replaces it all the same."
-        )
 
 
 class NotAPackage(UsageError):
@@ -414,28 +242,6 @@ class OriginalNotFound(RewriteError):
         )
 
 
-class OriginalGone(OriginalNotFound):
-    """A version of transformers does not have the file that a package was made from."""
-
-    def __init__(self, folder: object, module: str, version: str):
-        RewriteError.__init__(
-            self,
-            f"the original of {folder}, {module}, is not in transformers {version}: "
-            "name it with --original FILE, or keep the package as plain files (`rewrite eject`).",
-        )
-
-
-class OriginalChanged(RewriteError):
-    """The file found is not the one that a package was made from."""
-
-    def __init__(self, folder: object, path: object, made_from: str | None, found: str | None):
-        versions = f" (made from transformers {made_from}, found {found})" if made_from and found else ""
-        super().__init__(
-            f"{folder} was made from another content of {path} than is there now{versions}: rewrite it anew, "
-            "or name the original with --original FILE."
-        )
-
-
 class NotExportable(UsageError):
     """A package cannot be written in the form that loads from the Hub."""
 
@@ -450,43 +256,6 @@ class ReleaseNotFound(UsageError):
         super().__init__(f"no transformers '{asked}': {why.rstrip('.')}.")
 
 
-class RuleGone(UsageError):
-    """The options of a lock name a rule that this version does not have."""
-
-    def __init__(self, folder: object, why: str):
-        super().__init__(
-            f"the options in the lock of {folder} cannot be followed: {why} Take its name out of the lock."
-        )
-
-
-class StillInConflict(UsageError):
-    """A file that is to be merged, or is given as resolved, has conflict markers."""
-
-    def __init__(self, path: object):
-        super().__init__(f"{path} still has conflict markers: resolve them first.")
-
-
-class OtherTransformers(UsageError):
-    """A verification is asked for with another transformers than the one that is installed."""
-
-    def __init__(self, folder: object, asked: str, installed: str | None):
-        found = f"transformers {installed} is" if installed else "none is"
-        super().__init__(
-            f"{folder} cannot be verified with transformers {asked}: {found} installed. "
-            f"Sync without --verify, install transformers {asked}, then: rewrite verify {folder}"
-        )
-
-
-class NotInstalled(UsageError):
-    """A model of another transformers than the installed one is to be verified, which would run both."""
-
-    def __init__(self, model: str, asked: str, installed: str):
-        super().__init__(
-            f"'{model}' of transformers {asked} cannot be verified here, where transformers {installed} is installed: "
-            f"pip install transformers=={asked} first, or write it with --no-verify, and `rewrite verify` it there."
-        )
-
-
 class BaseLost(UsageError):
     """The text that a merge starts from is not the one that was generated, so edits could not be told from it."""
 
@@ -494,26 +263,6 @@ class BaseLost(UsageError):
         super().__init__(
             f"{folder}/{name} is missing or was edited, and your edits cannot be told from the generated text without "
             "it: take it from version control. Nothing was changed."
-        )
-
-
-class NotRestorable(RewriteError):
-    """The generated text of an edited file is not kept and this version does not have it."""
-
-    def __init__(self, folder: object, names: Sequence[str]):
-        super().__init__(
-            f"the generated text of {', '.join(names)} in {folder} is nowhere to be had: this version of hf-rewrite "
-            "has another. Take it from version control, or drop the edits with `rewrite sync --replace`. Nothing was "
-            "changed."
-        )
-
-
-class LinkInPackage(UsageError):
-    """A generated file of a package is reached through a link, so writing would reach outside the folder."""
-
-    def __init__(self, folder: object, name: str):
-        super().__init__(
-            f"{folder}/{name} is a link, and a package is replaced as a whole: put the file itself there."
         )
 
 
@@ -534,17 +283,6 @@ class OutputBusy(RewriteError):
         super().__init__(f"another run{which} is writing {folder}: nothing was changed. Wait for it and try again.")
 
 
-class EditsNotMerged(RewriteError):
-    """Generated files other than those that are merged have edits, which would be lost."""
-
-    def __init__(self, folder: object, names: Sequence[str]):
-        options = " ".join(f"--replace {name}" for name in names)
-        super().__init__(
-            f"{folder} has your edits in {', '.join(names)}, which sync does not merge. Move them into the modeling "
-            f"file, or drop them: rewrite sync {folder} {options} (each is kept beside the new one as .edited)."
-        )
-
-
 class EditsBroken(RewriteError):
     """The merged text would not work with the new original, so it was not put in place."""
 
@@ -555,17 +293,6 @@ class EditsBroken(RewriteError):
         )
 
 
-class SitesNotAccepted(RewriteError):
-    """A rule no longer rewrites a place that is still there."""
-
-    def __init__(self, folder: object, rules: Sequence[str]):
-        options = " ".join(f"--accept {rule}" for rule in rules)
-        super().__init__(
-            f"{folder} was left as it is: {', '.join(rules)} lost a place (above). To go on without: "
-            f"rewrite sync {folder} {options}"
-        )
-
-
 class TransformError(RewriteError):
     """A transform failed unexpectedly at one site: a bug of ours."""
 
@@ -573,13 +300,6 @@ class TransformError(RewriteError):
 
     def __init__(self, transform: str, where: str, why: str):
         super().__init__(f"transform {transform} failed at {where}: {why}. This is a bug: please report it.")
-
-
-class NotConverging(TransformError):
-    """A transform still found something to do after the permitted number of passes: a bug of ours."""
-
-    def __init__(self, transform: str, passes: int):
-        super().__init__(transform, "the whole file", f"it still changes the file after {passes} passes")
 
 
 class GateFailed(TransformError):
@@ -668,15 +388,6 @@ class NeighbourMissing(UsageError):
         super().__init__(
             f"{path} says `{statement}`, and there is no {name} beside it: put that file there (of a model on the "
             "Hub, download all its .py files)."
-        )
-
-
-class NotATransformers(UsageError):
-    """`--transformers` names a folder that holds no transformers package."""
-
-    def __init__(self, root: object):
-        super().__init__(
-            f"{root} holds no transformers package: name the folder with models/auto in it, or its parent."
         )
 
 

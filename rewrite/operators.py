@@ -11,7 +11,7 @@ import importlib.resources
 import re
 from functools import cache
 
-from rewrite.errors import UnknownOperator
+from rewrite.errors import UsageError
 from rewrite.offers import OFFERS, Offer
 
 _CASES = re.compile(r'\n+^CASES = (""".*?^""")\n', re.DOTALL | re.MULTILINE)
@@ -80,9 +80,12 @@ def module_of(use: str) -> str:
     """Return the module that generated files import `rms_norm` from: `hf_rewrite_runtime.norms.rms_norm`.
 
     Raises:
-        UnknownOperator: if the runtime offers no such thing: a rule of the user's own asked for it.
+        UsageError: if the runtime offers no such thing: a rule of the user's own asked for it.
     """
     found = _by_name().get(use)
     if found is None:
-        raise UnknownOperator(use)
+        raise UsageError(
+            f"a transform uses '{use}', which the runtime does not offer: `Found.uses` names what it offers, as in "
+            "'rms_norm'; a function of your own comes in by `Found.imports`"
+        )
     return found.module

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rewrite.errors import NotATransformers, UnknownModelFolder
+from rewrite.errors import UsageError
 from rewrite.source.installed import find_transformers
 from rewrite.sweep import pool, sweep_plan
 from rewrite.sweep.against import previous, regressions
@@ -128,7 +128,7 @@ def test_auto_is_no_model_and_folders_limit():
 
 
 def test_a_folder_without_transformers_is_refused(tmp_path):
-    with pytest.raises(NotATransformers, match="holds no transformers package"):
+    with pytest.raises(UsageError, match="holds no transformers package"):
         sweep_plan.library(tmp_path)
 
 
@@ -154,7 +154,7 @@ def test_what_changed_is_known_by_its_text(tmp_path, monkeypatch):
 def test_a_folder_that_is_none_is_an_error():
     installed = find_transformers()
     assert [name for name, _ in sweep_plan.files(installed, ["llama"])] == ["llama/modeling_llama.py"]
-    with pytest.raises(UnknownModelFolder, match="did you mean llama"):
+    with pytest.raises(UsageError, match="did you mean llama"):
         sweep_plan.files(installed, ["llama", "lama"])
-    with pytest.raises(UnknownModelFolder, match="did you mean blip"):
+    with pytest.raises(UsageError, match="did you mean blip"):
         sweep_plan.files(installed, ["blip/modeling_blip.py"])

@@ -18,7 +18,7 @@ from rewrite import gc_paused
 from rewrite.codemod.passes import rewrite_text
 from rewrite.codemod.relocate import is_rewritten, relocate
 from rewrite.codemod.text_layout import laid_out
-from rewrite.errors import AlreadyRewritten, NothingToRewrite, SourceDoesNotParse, SourceTooDeep, SourceTooLarge
+from rewrite.errors import AlreadyRewritten, NothingToRewrite, SourceDoesNotParse, SourceTooDeep, UsageError
 from rewrite.source import neighbours as upstream_neighbours
 from rewrite.source.neighbours import Neighbour
 from rewrite.source.resolve import Source
@@ -69,7 +69,7 @@ def tried(source: Source, transforms: Sequence[Transform]) -> Build:
 
     Raises:
         SourceDoesNotParse: if the source is not valid Python.
-        SourceTooLarge, SourceTooDeep: if it is larger, or nested deeper, than what can be rewritten.
+        UsageError, SourceTooDeep: if it is larger, or nested deeper, than what can be rewritten.
         AlreadyRewritten: if the source is an output of this tool.
         NeighbourMissing, RelativeImport: if it imports what does not lie beside it.
     """
@@ -99,7 +99,10 @@ def _check_size(source: Source) -> None:
     except (tokenize.TokenError, SyntaxError):
         return  # the parser says it better
     if tokens > MOST_TOKENS:
-        raise SourceTooLarge(source.path, tokens, MOST_TOKENS)
+        raise UsageError(
+            f"{source.path} is too large to be rewritten, {tokens:,} tokens and {MOST_TOKENS:,} is the most: move its "
+            "tables of data into a module of their own."
+        )
 
 
 def _check_parses(source: Source) -> None:

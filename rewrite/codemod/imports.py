@@ -15,7 +15,7 @@ def with_runtime(tree: cst.Module, uses: Sequence[str]) -> cst.Module:
     """Return the tree with one `from hf_rewrite_runtime.<room>.<file> import <names>` a file, after its last import.
 
     Raises:
-        UnknownOperator: if the runtime offers no such thing: a rule of the user's own asked for it.
+        UsageError: if the runtime offers no such thing: a rule of the user's own asked for it.
     """
     by_module: dict[str, list[str]] = {}
     for use in uses:

@@ -21,7 +21,7 @@ from rewrite.analysis.tree.module import Module, walk
 from rewrite.analysis.tree.nodes import replace_nodes
 from rewrite.codemod import dead_code, imports
 from rewrite.codemod.decode_loops import with_loops
-from rewrite.errors import NotConverging, RewriteError, TransformError
+from rewrite.errors import RewriteError, TransformError
 from rewrite.operators import module_of
 from rewrite.transform import (
     COMMON_REASONS,
@@ -75,7 +75,7 @@ def rewrite_text(text: str, transforms: Sequence[Transform], already_used: Seque
     `already_used` names what the text uses of the runtime without importing it yet, as `Found.uses` does.
 
     Raises:
-        NotConverging: if a transform keeps finding something to do.
+        TransformError: if a transform keeps finding something to do.
         TransformError: if a transform fails at a site.
         libcst.ParserSyntaxError: if `text` does not parse.
     """
@@ -110,7 +110,7 @@ def _converge(transform: Transform, module: Module) -> tuple[Module, TransformRe
         if not current.edits:
             return module, TransformReport(transform.name, tuple(sites), tuple(current.skipped)), uses, lines
         module = Module(_apply(module.tree, current))
-    raise NotConverging(transform.name, MAX_PASSES)
+    raise TransformError(transform.name, "the whole file", f"it still changes the file after {MAX_PASSES} passes")
 
 
 def _one_pass(transform: Transform, module: Module) -> _Pass:

@@ -164,20 +164,17 @@ def _job(
 
 
 def _run(job: Job, screen: Screen) -> int:
-    from rewrite.delivery import worker
-
-    own = bool(click.get_current_context().obj)
-    with worker.judge(own and job.verify and not job.dry_run and job.out is not None, job.request.quick) as judge:
-        return _all(replace(job, judge=judge), screen)
-
-
-def _all(job: Job, screen: Screen) -> int:
     from rewrite import gc_paused
+    from rewrite.delivery import worker
     from rewrite.source import release
 
-    # Without a verification nothing outlives the rewriting that would be worth collecting.
-    with release.library(job.asked) as library, contextlib.nullcontext() if job.verify else gc_paused.paused():
-        return _with(library, job, screen)
+    verifies = bool(click.get_current_context().obj) and job.verify and not job.dry_run and job.out is not None
+    with contextlib.ExitStack() as stack:
+        judge = stack.enter_context(worker.judge(verifies, job.request.quick))
+        library = stack.enter_context(release.library(job.asked))
+        if not job.verify:  # nothing outlives the rewriting that would be worth collecting
+            stack.enter_context(gc_paused.paused())
+        return _with(library, replace(job, judge=judge), screen)
 
 
 def _with(library: Installed | None, job: Job, screen: Screen) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,49 +138,31 @@ def bench(
 
 def _bench(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
     from rewrite.benchmark import benchmark_run, benchmark_tables, chart
-    from rewrite.benchmark.benchmark_plan import plain, write_json
-    from rewrite.delivery import json_report
 
-    json_path = options["json_path"]
-    keep = (lambda record: write_json(json_path, record)) if _is_file(json_path) else (lambda record: None)
     with screen.working("measuring") as progress:
-        record = benchmark_run.measure(plan, keep, progress)
-    for label, text in benchmark_tables.head(record):
-        screen.line(label, text)
-    for table in benchmark_tables.tables(record):
-        _show(screen, table)
-    json_report.write(json_path, "bench", plain(record))
+        record = benchmark_run.measure(plan, _keep(options), progress)
+    _show(screen, options, record, (*benchmark_tables.tables(record),))
     if options["png"] is not None:
         chart.draw(record, options["png"])
-    code = benchmark_tables.exit_code(record)
-    if code:
-        screen.problem("failed", "it is slower than its original as it stands, did not run, or its tokens differ")
-    return code
+    slower = "it is slower than its original as it stands, did not run, or its tokens differ"
+    return _ended(screen, benchmark_tables.exit_code(record), slower)
 
 
 def _ranks(screen: Screen, plan: Plan, ranks: int, options: Mapping[str, Any]) -> int:
     from rewrite.benchmark import rank_speed as several
     from rewrite.benchmark import rank_tables
-    from rewrite.benchmark.benchmark_plan import plain
-    from rewrite.delivery import json_report
 
     with screen.working("measuring on several ranks"):
         record = several.measure(plan, ranks)
     screen.line("model", f"{record['model']}, {record['shape'] or 'checkpoint'}, {record['dtype']}, random weights")
     screen.line("on", f"{ranks} × {record['device']}")
-    for table in rank_tables.tables(record):
-        _show(screen, table)
-    json_report.write(options["json_path"], "bench", plain(record))
-    code = rank_tables.exit_code(record)
-    if code:
-        screen.problem("failed", "it is slower than its original on the same ranks, or its tokens differ")
-    return code
+    _show(screen, options, record, (*rank_tables.tables(record),), head=False)
+    slower = "it is slower than its original on the same ranks, or its tokens differ"
+    return _ended(screen, rank_tables.exit_code(record), slower)
 
 
 def _forward(screen: Screen, target: Target, options: Mapping[str, Any]) -> int:
-    from rewrite.benchmark import benchmark_tables, forward_run
-    from rewrite.benchmark.benchmark_plan import plain
-    from rewrite.delivery import json_report
+    from rewrite.benchmark import forward_run
     from rewrite.verify.models.device import usable_device
 
     device = usable_device(options["device"])
@@ -198,47 +180,27 @@ def _forward(screen: Screen, target: Target, options: Mapping[str, Any]) -> int:
     )
     with screen.working("measuring") as progress:
         record = forward_run.measure(plan, progress)
-    for label, text in benchmark_tables.head(record):
-        screen.line(label, text)
-    for table in forward_run.tables(record):
-        _show(screen, table)
+    _show(screen, options, record, (*forward_run.tables(record),))
     screen.line("explain", record["explain"])
-    json_report.write(options["json_path"], "bench", plain(record))
-    code = forward_run.exit_code(record)
-    if code:
-        screen.problem("failed", "it is slower than its original as it stands, did not run, or its outputs differ")
-    return code
+    slower = "it is slower than its original as it stands, did not run, or its outputs differ"
+    return _ended(screen, forward_run.exit_code(record), slower)
 
 
 def _train(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
-    from dataclasses import replace
-
-    from rewrite.benchmark import benchmark_tables, training_speed
-    from rewrite.benchmark.benchmark_plan import plain, write_json
-    from rewrite.delivery import json_report
+    from rewrite.benchmark import training_speed
 
     asked = tuple(side for side in TRAINING_SIDES if side in options["sides"] or side in ("original", "ours"))
     default = TRAINING_SIDES if plan.device != "cpu" else ("original", "ours")
     plan = replace(plan, sides=asked if options["sides"] else default)
-    json_path = options["json_path"]
-    keep = (lambda record: write_json(json_path, record)) if _is_file(json_path) else (lambda record: None)
     with screen.working("measuring") as progress:
-        record = training_speed.measure(plan, keep, progress)
-    for label, text in benchmark_tables.head(record):
-        screen.line(label, text)
-    for table in training_speed.tables(record):
-        _show(screen, table)
-    json_report.write(json_path, "bench", plain(record))
-    code = training_speed.exit_code(record)
-    if code:
-        screen.problem("failed", "its gradients differ, it is slower than its original, or it did not run")
-    return code
+        record = training_speed.measure(plan, _keep(options), progress)
+    _show(screen, options, record, (*training_speed.tables(record),))
+    slower = "its gradients differ, it is slower than its original, or it did not run"
+    return _ended(screen, training_speed.exit_code(record), slower)
 
 
 def _ladder(screen: Screen, target: str, options: Mapping[str, Any]) -> int:
     from rewrite.benchmark import ladder
-    from rewrite.benchmark.benchmark_plan import plain, write_json
-    from rewrite.delivery import json_report
 
     with contextlib.ExitStack() as stack:
         folder, original = Path(target), None
@@ -247,16 +209,10 @@ def _ladder(screen: Screen, target: str, options: Mapping[str, Any]) -> int:
             source = _source(target, options)
             _prepare(screen, source, folder)
             original = str(source.path)
-        json_path = options["json_path"]
-        keep = (lambda record: write_json(json_path, record)) if _is_file(json_path) else (lambda record: None)
         with screen.working("climbing") as progress:
-            record = ladder.measure(folder, _plan(folder, original, options), keep, progress)
-    _show(screen, ladder.table(record))
-    json_report.write(json_path, "bench", plain(record))
-    code = ladder.exit_code(record)
-    if code:
-        screen.problem("failed", "a rung did not run, or its tokens are not the original's")
-    return code
+            record = ladder.measure(folder, _plan(folder, original, options), _keep(options), progress)
+    _show(screen, options, record, (ladder.table(record),), head=False)
+    return _ended(screen, ladder.exit_code(record), "a rung did not run, or its tokens are not the original's")
 
 
 def _prepare(screen: Screen, source: Source, folder: Path) -> int:
@@ -337,9 +293,33 @@ def _is_package(target: str) -> bool:
     return folder.is_dir() and not (folder / "config.json").is_file()
 
 
-def _is_file(path: Path | None) -> bool:
-    return path is not None and str(path) != OUTPUT
+def _keep(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
+    """What writes a record as far as it is measured, where there is a file for it."""
+    from rewrite.benchmark.benchmark_plan import write_json
+
+    path = options["json_path"]
+    if path is None or str(path) == OUTPUT:
+        return lambda record: None
+    return lambda record: write_json(path, record)
 
 
-def _show(screen: Screen, table: Table) -> None:
-    screen.figures(table.title, table.headings, table.rows, table.notes)
+def _show(
+    screen: Screen, options: Mapping[str, Any], record: dict[str, Any], shown: Iterable[Table], head: bool = True
+) -> None:
+    """Show and write what was measured."""
+    from rewrite.benchmark import benchmark_tables
+    from rewrite.benchmark.benchmark_plan import plain
+    from rewrite.delivery import json_report
+
+    for label, text in benchmark_tables.head(record) if head else ():
+        screen.line(label, text)
+    for table in shown:
+        screen.figures(table.title, table.headings, table.rows, table.notes)
+    json_report.write(options["json_path"], "bench", plain(record))
+
+
+def _ended(screen: Screen, code: int, problem: str) -> int:
+    """Say what is wrong if something is, and return the exit code."""
+    if code:
+        screen.problem("failed", problem)
+    return code

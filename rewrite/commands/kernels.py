@@ -110,13 +110,13 @@ def _modelled(
 ) -> int:
     """Print the speed model's steps of models on cards. Returns the exit code."""
     from rewrite.delivery import json_report
-    from rewrite.errors import UnknownModelledStep
+    from rewrite.errors import UsageError
     from rewrite.kernels import planned, speed, speed_tables
     from rewrite.kernels.model_sizes import STEPS
 
     unknown = next((name for name in names if name not in STEPS), None)
     if unknown is not None:
-        raise UnknownModelledStep(unknown, tuple(STEPS))
+        raise UsageError(f"no decode step of '{unknown}' is described: there are {', '.join(STEPS)}.")
     plans: dict[tuple[str, str], planned.Plans] = {}
     with screen.working("compiling") as progress:
         for card in cards:

@@ -19,6 +19,8 @@ from rewrite.options.shared_options import (
 if TYPE_CHECKING:
     from rewrite.console.console import Screen
     from rewrite.delivery.verification import Request
+    from rewrite.package.lock import Lock
+    from rewrite.source.resolve import Source
 
 
 @click.command(
@@ -86,17 +88,11 @@ def _package(
     json_path: Path | None,
 ) -> int:
     from rewrite.delivery import acceptance, bisection, json_report, summary, verdict_file, verification
-    from rewrite.package import original, output
+    from rewrite.package import output
     from rewrite.package.assemble import VERDICT_NAME
-    from rewrite.package.lock import read_lock
-    from rewrite.source.resolve import weights_fit
     from rewrite.sync import rebuild
 
-    lock = read_lock(folder)
-    source = original.find(folder, lock, given)
-    verification.require_trust(source, trusted)
-    if request.weights is not None:
-        weights_fit(source, request.weights)
+    lock, source = _original(folder, given, request, trusted)
     accepted = acceptance.read(folder)
     if accepted is not None:
         named = request.main_class or accepted.main_class
@@ -139,17 +135,10 @@ def _ranks(
     ranks: int,
     json_path: Path | None,
 ) -> int:
-    from rewrite.delivery import json_report, verification
-    from rewrite.package import original
-    from rewrite.package.lock import read_lock
-    from rewrite.source.resolve import weights_fit
+    from rewrite.delivery import json_report
     from rewrite.verify import rank_processes as several
 
-    lock = read_lock(folder)
-    source = original.find(folder, lock, given)
-    verification.require_trust(source, trusted)
-    if request.weights is not None:
-        weights_fit(source, request.weights)
+    _, source = _original(folder, given, request, trusted)
     with screen.working(f"verifying on {ranks} ranks"):
         checks = several.verify(
             source.path, folder, ranks, request.device, request.dtype, request.weights, request.seed
@@ -161,6 +150,21 @@ def _ranks(
         screen.problem("verify", f"{failed[0].name} on {ranks} ranks: {failed[0].detail}")
     json_report.write(json_path, "verify", {"ranks": ranks, "checks": [check.to_json() for check in checks]})
     return 1 if failed else 0
+
+
+def _original(folder: Path, given: Path | None, request: Request, trusted: bool) -> tuple[Lock, Source]:
+    """Return the lock of a package, and the file that it was made from, which may be run."""
+    from rewrite.delivery import verification
+    from rewrite.package import original
+    from rewrite.package.lock import read_lock
+    from rewrite.source.resolve import weights_fit
+
+    lock = read_lock(folder)
+    source = original.find(folder, lock, given)
+    verification.require_trust(source, trusted)
+    if request.weights is not None:
+        weights_fit(source, request.weights)
+    return lock, source
 
 
 def _side(side: str, trust_remote_code: bool) -> str | Path:

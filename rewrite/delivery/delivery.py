@@ -44,7 +44,7 @@ def deliver(delivery: Delivery, screen: Screen, built: Build, package: Package, 
     """Put `package` in place if it passes, and return the exit code of the command.
 
     Raises:
-        SitesLost: if fewer places are rewritten than in the package that is there.
+        RewriteError: if fewer places are rewritten than in the package that is there.
         GateFailed: if the package does not hold together.
         OutputNotWritable: if the disk refuses.
     """

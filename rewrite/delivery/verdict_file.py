@@ -28,7 +28,7 @@ QUICK = "quick"
 """Where it has a quick verdict beside the full one on the same files."""
 ASKED = ("device", "dtype", "quick", "seed")
 """The options that are always said; of the others, those that are not as they are without being asked for."""
-UNSAID = ("checks", "expected_sites", "weights", "workers")
+UNSAID = ("checks", "weights", "workers")
 """Those that say nothing of what was found, or hold a path of this machine."""
 Covered = Mapping[str, Mapping[str, str]]
 

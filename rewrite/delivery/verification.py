@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from rewrite import gc_paused
 from rewrite.delivery import precheck
-from rewrite.errors import MissingLibrary, NotTrusted
+from rewrite.errors import MissingLibrary, UsageError
 
 if TYPE_CHECKING:
     from rewrite.source.resolve import Source
     from rewrite.verify import Verdict
-
-LATENCY_ONLY = ("latency",)
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,12 @@ def require_trust(source: Source, trusted: bool) -> None:
     """Check that the file may be run.
 
     Raises:
-        NotTrusted: if it came with a checkpoint and the user did not allow its code to run.
+        UsageError: if it came with a checkpoint and the user did not allow its code to run.
     """
     if source.remote_code and not trusted:
-        raise NotTrusted(source.path)
+        raise UsageError(
+            f"{source.path} came with a checkpoint, and this would run it: --trust-remote-code allows that."
+        )
 
 
 def judge(original: str | Path, rewritten: str | Path, request: Request, progress: Callable[[str], None]) -> Verdict:
@@ -71,22 +71,11 @@ def judge(original: str | Path, rewritten: str | Path, request: Request, progres
 
     with gc_paused.paused():  # it imports torch
         device = usable_device(request.device)
-    chosen: dict[str, Any] = {
-        "device": device,
-        "dtype": request.dtype,
-        "weights": str(request.weights) if request.weights is not None else None,
-        "shape": request.shape,
-        "gates": request.gates,
-        "seed": request.seed,
-        "quick": request.quick,
-        "keep_going": request.keep_going,
-        "itself": request.itself,
-        "main_class": request.main_class,
-        "workers": usable_workers(),
-    }
+    weights = str(request.weights) if request.weights is not None else None
+    chosen: dict[str, Any] = {**vars(request), "device": device, "weights": weights, "workers": usable_workers()}
     options = Options(**{name: value for name, value in chosen.items() if value})
     if request.checks:
-        options = replace(options, checks=request.checks, reach=False, clean_process=False)
+        options = replace(options, reach=False, clean_process=False)
     return verify(original, rewritten, options, progress)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from hf_rewrite_runtime.launching import card_tables
 from hf_rewrite_runtime.launching.precompiled import GROUP, copy, name_for
 from rewrite.console.progress_steps import Step
-from rewrite.errors import KernelsNotCompiled
+from rewrite.errors import RewriteError
 
 from . import kernel_run
 from .cards import CARDS, Card
@@ -78,7 +78,7 @@ def compile_for(
         progress: told of every kernel.
 
     Raises:
-        KernelsNotCompiled: the process of a card failed.
+        RewriteError: the process of a card failed.
     """
     made: dict[str, list[str]] = {}
     kernels = (plan.package if plan.ship else card_tables.folder()) / card_tables.KERNELS
@@ -123,7 +123,8 @@ def _compiled(plan: Ahead, card: Card, cache: Path, progress: Callable[[str], No
                     yield name, arch
         if process.returncode:
             said.seek(0)
-            raise KernelsNotCompiled(plan.package, card.name, (said.read().strip().splitlines() or ["no word"])[-1])
+            why = (said.read().strip().splitlines() or ["no word"])[-1]
+            raise RewriteError(f"the kernels of {plan.package} could not be compiled for {card.name}: {why}")
 
 
 def _building(folder: Path) -> dict[str, str]:

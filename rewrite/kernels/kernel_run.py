@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from rewrite.console.progress_steps import Step
-from rewrite.errors import MissingLibrary, UnknownKernel
+from rewrite.errors import MissingLibrary, UsageError
 
 from .compile_work import COUNT, MARK
 from .kernel_row import Row
@@ -90,7 +90,7 @@ def compile_all(
 
     Raises:
         MissingLibrary: torch, transformers or triton is not installed.
-        UnknownKernel: a name is not one of `known_kernels()`.
+        UsageError: a name is not one of `known_kernels()`.
     """
     for library in ("torch", "transformers", "triton"):
         if importlib.util.find_spec(library) is None:
@@ -98,7 +98,7 @@ def compile_all(
     known = known_kernels()
     for name in kernels:
         if name not in known:
-            raise UnknownKernel(name, known)
+            raise UsageError(f"no kernel '{name}': there are {', '.join(known)}.")
     parts = min(jobs, 2) if len(archs) >= jobs else -(-jobs // len(archs))
     tasks = [Task(arch, module, tuple(kernels), one_of_each, part, parts) for arch in archs for part in range(parts)]
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(jobs) as pool:

@@ -12,7 +12,7 @@ from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rewrite.errors import KernelsNotPlanned
+from rewrite.errors import RewriteError
 
 from . import kernel_run
 from .cards import CARDS
@@ -67,13 +67,14 @@ def plan(card: str, model: str, rows: Sequence[int] = ()) -> Plans:
         rows: of sequences; all that the model has for none.
 
     Raises:
-        KernelsNotPlanned: that process failed.
+        RewriteError: that process failed.
     """
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, "-c", _START, card, model, "\n".join(sys.path), *map(str, rows)]
         done = subprocess.run(command, capture_output=True, text=True, env=kernel_run.environment(cache), check=False)
     if done.returncode:
-        raise KernelsNotPlanned(card, model, (done.stderr.strip().splitlines() or ["it said nothing"])[-1])
+        why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise RewriteError(f"the step of '{model}' could not be compiled for {card}: {why}")
     found = json.loads(done.stdout.splitlines()[-1])
     return {int(rows): [Planned(**one) for one in launches] for rows, launches in found.items()}
 

@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 SCHEMA = 3
+OF_2026_11_28 = 2
+"""The schema of packages with their runtime in a folder `runtime/`, as versions until 2026-11-28 made them: a sync
+makes one of this version of it, and reading it goes with the next release."""
 ENGINE = (
     "analysis", "codemod", "offers.py", "operators.py", "package/assemble.py", "package/vendored_files.py",
     "transform.py",
@@ -184,69 +187,52 @@ def _report(report: TransformReport) -> dict[str, Any]:
     return {"rewritten": list(report.rewritten), "skipped": [asdict(site) for site in report.skipped], **unreached}
 
 
-def _parse(data: lock_text.Table) -> Lock:
-    schema = data.number("schema")
-    if schema == 2:
-        return _of_2026_11_28(data)
-    if schema != SCHEMA:
+@dataclass(frozen=True)
+class _Tool:
+    version: str
+    engine: str
+
+
+@dataclass(frozen=True)
+class _Sites:
+    rewritten: tuple[str, ...]
+    skipped: tuple[SkippedSite, ...]
+    unreached: tuple[str, ...] = ()
+
+
+def _parse(data: dict[str, Any]) -> Lock:
+    part = partial(lock_text.part, data=data)
+    schema = part(int, name="schema")
+    if schema not in (OF_2026_11_28, SCHEMA):
         raise lock_text.Malformed(f"has schema {schema} and this version reads {SCHEMA}: update hf-rewrite")
-    options, guard, runtime = data.table("options"), data.table("guard"), data.table("runtime")
-    called = guard.table("called")
-    lock = _common(data)
+    if schema == OF_2026_11_28 and part(dict, name="options").get("runtime") is not None:
+        raise lock_text.Malformed("shares its runtime with other packages, which is gone: rewrite the model anew")
+    texts = Mapping[str, str]
+    tool, origin = part(_Tool, name="tool"), part(Origin, name="source")
+    files, modeling = part(texts, name="files"), part(str, name="modeling")
+    lock_text.check_generated(list(files), modeling)
+    lock_text.check_origin(origin.target, origin.path, origin.module)
+    sites = part(Mapping[str, _Sites], name="transforms")
+    lock = Lock(
+        tool=tool.version,
+        source=origin,
+        options=part(Options, name="options"),
+        rules=part(texts, name="rules"),
+        transforms=tuple(TransformReport(name, *vars(found).values()) for name, found in sites.items()),
+        upstream=part(texts, name="upstream"),
+        files=files,
+        syntax=part(texts, name="syntax"),
+        engine=tool.engine,
+        decode_loops=part(texts, name="decode_loops"),
+        modeling=modeling,
+        intact=data.get("digest") == lock_text.digest({name: data[name] for name in data if name != "digest"}),
+    )
+    if schema == OF_2026_11_28:
+        return lock
+    guard = part(dict, name="guard")
     return replace(
         lock,
-        options=replace(lock.options, vendored=options.flag("vendored")),
-        runtime=Runtime(runtime.text("version"), runtime.text("sha256")),
-        called={name: called.texts(name) for name in called.names()},
-        imported=guard.table("imported").all_text(),
+        runtime=part(Runtime, name="runtime"),
+        called=lock_text.part(Mapping[str, tuple[str, ...]], guard, "called", "guard"),
+        imported=lock_text.part(texts, guard, "imported", "guard"),
     )
-
-
-def _of_2026_11_28(data: lock_text.Table) -> Lock:
-    """Read the lock of a package with its runtime in a folder `runtime/`, as versions until 2026-11-28 made them.
-
-    A sync makes it one of this version; this function goes with the next release.
-    """
-    if data.table("options").optional("runtime") is not None:
-        raise lock_text.Malformed("shares its runtime with other packages, which is gone: rewrite the model anew")
-    return _common(data)
-
-
-def _common(data: lock_text.Table) -> Lock:
-    source, options, tool = data.table("source"), data.table("options"), data.table("tool")
-    files = data.table("files")
-    names, modeling = files.names(), data.text("modeling")
-    lock_text.check_generated(names, modeling)
-    origin = Origin(
-        target=source.text("target"),
-        path=source.text("path"),
-        sha256=source.text("sha256"),
-        module=source.optional("module"),
-        model_type=source.optional("model_type"),
-        transformers=source.optional("transformers"),
-    )
-    lock_text.check_origin(origin.target, origin.path, origin.module)
-    also = options.texts("also") if "also" in options.names() else ()
-    return Lock(
-        tool=tool.text("version"),
-        source=origin,
-        options=Options(options.texts("only"), options.texts("skip"), also),
-        rules=data.table("rules").all_text(),
-        transforms=tuple(_parse_report(name, data.table("transforms")) for name in data.table("transforms").names()),
-        upstream=data.table("upstream").all_text(),
-        files={name: files.text(name) for name in names},
-        syntax=data.table("syntax").all_text(),
-        engine=tool.text("engine"),
-        decode_loops=data.table("decode_loops").all_text(),
-        modeling=modeling,
-        intact=data.optional("digest") == lock_text.digest(data.without("digest")),
-    )
-
-
-def _parse_report(name: str, reports: lock_text.Table) -> TransformReport:
-    entry = reports.table(name)
-    skipped = [
-        SkippedSite(s.text("site"), s.text("reason"), s.optional("detail") or "") for s in entry.tables("skipped")
-    ]
-    unreached = entry.texts("unreached") if "unreached" in entry.names() else ()
-    return TransformReport(name, entry.texts("rewritten"), tuple(skipped), unreached)

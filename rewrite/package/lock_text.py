@@ -9,8 +9,9 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 MOST_BYTES = 16 * 2**20
 """The largest lock of the 500 modeling files of transformers 5.23 has 60 KiB."""
@@ -20,76 +21,45 @@ _MODELING = re.compile(r"modeling_\w+\.py")
 _MODULE = re.compile(r"transformers(\.\w+)+")
 
 
+_SAID = {str: "a string", int: "a number", bool: "true or false", list: "a list", dict: "an object"}
+
+
 class Malformed(ValueError):
     """The content of a lock is not what this tool writes; the message goes on from `its rewrite.lock`."""
 
 
-class Table:
-    """An object of the lock whose values are asked for by name and type."""
-
-    def __init__(self, data: Any, where: str = ""):
-        if not isinstance(data, dict):
-            raise Malformed(f"cannot be read: {where.removesuffix('.') or 'the whole'} should be an object")
-        self._data = data
-        self._where = where
-
-    def names(self) -> list[str]:
-        """Return the names in the object."""
-        return list(self._data)
-
-    def table(self, name: str) -> Table:
-        """Return the object `name`."""
-        return Table(self._value(name), f"{self._where}{name}.")
-
-    def text(self, name: str) -> str:
-        """Return the string `name`."""
-        return str(self._checked(name, str, "a string"))
-
-    def number(self, name: str) -> int:
-        """Return the whole number `name`."""
-        return int(self._checked(name, int, "a number"))
-
-    def flag(self, name: str) -> bool:
-        """Return whether `name` is true."""
-        return bool(self._checked(name, bool, "true or false"))
-
-    def optional(self, name: str) -> str | None:
-        """Return the string `name`, None where there is none or null."""
-        return None if self._data.get(name) is None else self.text(name)
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        """Return the list of strings `name`."""
-        values = self._checked(name, list, "a list")
-        if not all(isinstance(value, str) for value in values):
-            raise Malformed(f"cannot be read: {self._where}{name} should hold strings")
-        return tuple(values)
-
-    def tables(self, name: str) -> list[Table]:
-        """Return the list of objects `name`."""
-        return [Table(value, f"{self._where}{name}[].") for value in self._checked(name, list, "a list")]
-
-    def all_text(self) -> dict[str, str]:
-        """Return the object as a mapping of strings."""
-        return {name: self.text(name) for name in self._data}
-
-    def without(self, name: str) -> Mapping[str, Any]:
-        """Return the object less one name."""
-        return {key: value for key, value in self._data.items() if key != name}
-
-    def _value(self, name: str) -> Any:
-        if name not in self._data:
-            raise Malformed(f"cannot be read: {self._where}{name} is missing")
-        return self._data[name]
-
-    def _checked(self, name: str, kind: type, said: str) -> Any:
-        value = self._value(name)
-        if type(value) is not kind:
-            raise Malformed(f"cannot be read: {self._where}{name} should be {said}")
-        return value
+def part(kind: Any, data: Any, name: str, where: str = "") -> Any:
+    """Return the value `name` of an object as `read` does; a field of a type without a default has to be there."""
+    table = read(dict, data, where)
+    if name not in table:
+        raise Malformed(f"cannot be read: {where}{'.' if where else ''}{name} is missing")
+    return read(kind, table[name], f"{where}.{name}".lstrip("."))
 
 
-def loads(path: Path) -> Table:
-    """Read the lock at `path`.
+def read(kind: Any, data: Any, where: str = "") -> Any:
+    """Return JSON as `kind` says: a dataclass, a plain type, `X | None`, `tuple[X, ...]` or `Mapping[str, X]`.
+
+    Raises:
+        Malformed: if something is missing or of another type. What a dataclass does not name is left aside.
+    """
+    inner = get_args(kind)
+    if type(None) in inner:
+        return None if data is None else read(inner[0], data, where)
+    if is_dataclass(kind):
+        table, hints = read(dict, data, where), get_type_hints(kind)
+        wanted = [one.name for one in fields(kind) if one.name in table or one.default is MISSING]
+        return cast(Any, kind)(**{name: part(hints[name], table, name, where) for name in wanted})
+    if get_origin(kind) is tuple:
+        return tuple(read(inner[0], one, f"{where}[]") for one in read(list, data, where))
+    if inner:
+        return {name: read(inner[1], value, f"{where}.{name}") for name, value in read(dict, data, where).items()}
+    if type(data) is not kind:
+        raise Malformed(f"cannot be read: {where or 'the whole'} should be {_SAID[kind]}")
+    return data
+
+
+def loads(path: Path) -> dict[str, Any]:
+    """Read the object in the lock at `path`.
 
     Raises:
         Malformed: if it is too large, no JSON, or nested without end.
@@ -100,7 +70,8 @@ def loads(path: Path) -> Table:
         text = path.read_bytes().decode("utf-8")
         if any(line.startswith(("<<<<<<< ", ">>>>>>> ")) for line in text.splitlines()):
             raise Malformed("has conflict markers: take either side, then `rewrite sync`")
-        return Table(json.loads(text))
+        found: dict[str, Any] = read(dict, json.loads(text))
+        return found
     except Malformed:
         raise
     except OSError as error:

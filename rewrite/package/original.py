@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from rewrite.errors import MissingTransformers, OriginalChanged, OriginalGone, OriginalNotFound, SourceNotReadable
+from rewrite.errors import MissingTransformers, OriginalNotFound, RewriteError, SourceNotReadable
 from rewrite.package.assemble import WHOLE
 from rewrite.package.lock import Lock
 from rewrite.source import hub_model
@@ -47,12 +47,17 @@ def find(folder: Path, lock: Lock, given: Path | None = None) -> Source:
 
     Raises:
         OriginalNotFound: if it is not where the lock says.
-        OriginalChanged: if what is there is not what the package was made from.
+        RewriteError: if what is there is not what the package was made from.
     """
     source = find_present(folder, lock, given)
     origin = lock.source
     if source.sha256 != origin.sha256:
-        raise OriginalChanged(folder, source.path, origin.transformers, source.transformers_version)
+        made_from, found = origin.transformers, source.transformers_version
+        versions = f" (made from transformers {made_from}, found {found})" if made_from and found else ""
+        raise RewriteError(
+            f"{folder} was made from another content of {source.path} than is there now{versions}: rewrite it anew, "
+            "or name the original with --original FILE."
+        )
     return source
 
 
@@ -67,6 +72,7 @@ def find_present(folder: Path, lock: Lock, given: Path | None = None, library: I
 
     Raises:
         OriginalNotFound: if there is nothing.
+        RewriteError: if that transformers does not have the file.
         MissingTransformers: if no transformers is installed to look in.
     """
     origin = lock.source
@@ -78,7 +84,10 @@ def find_present(folder: Path, lock: Lock, given: Path | None = None, library: I
             raise MissingTransformers(f"the original of {folder}")
         found = of_library(origin.path, library)
         if found is None:
-            raise OriginalGone(folder, origin.module, library.version)
+            raise RewriteError(
+                f"the original of {folder}, {origin.module}, is not in transformers {library.version}: "
+                "name it with --original FILE, or keep the package as plain files (`rewrite eject`)."
+            )
         source = replace(found, target=origin.module)
     else:
         kept = origin.target.startswith(hub_model.SCHEME)

@@ -19,13 +19,12 @@ from pathlib import Path
 
 from rewrite.errors import (
     ChangedMeanwhile,
-    LinkInPackage,
     NotAPackage,
     OutputBusy,
     OutputNotOurs,
     OutputNotWritable,
-    OutputOfAnotherModel,
-    SitesLost,
+    RewriteError,
+    UsageError,
 )
 from rewrite.package import allowed, swap
 from rewrite.package.assemble import VERDICT_NAME, Package
@@ -136,7 +135,7 @@ def for_model(output: Output, source: Source, force: bool) -> Output:
     With `force` one of another model is replaced, and kept whole as a backup: nothing of it goes into the new package.
 
     Raises:
-        OutputOfAnotherModel: if it was made from another, and `force` is not given.
+        OutputNotOurs: if it was made from another, and `force` is not given.
     """
     if output.previous is None:
         return output
@@ -145,7 +144,9 @@ def for_model(output: Output, source: Source, force: bool) -> Output:
     if made_from.sha256 == source.sha256 or (made_from.module, Path(made_from.path).name) == here:
         return output
     if not force:
-        raise OutputOfAnotherModel(output.shown, made_from.module or made_from.path, source.module or source.path.name)
+        there, asked = made_from.module or made_from.path, source.module or source.path.name
+        why = f"holds a package made from {there}, and this would put one of {asked} in its place"
+        raise OutputNotOurs(output.shown, why)
     return Output(output.shown, output.folder, output.backup or _free_backup(output.folder))
 
 
@@ -176,12 +177,16 @@ def check_sites(output: Output, lock: Lock) -> None:
     """Check that no transform rewrites fewer places than in the package that is there now; one left out counts not.
 
     Raises:
-        SitesLost: if one does.
+        RewriteError: if one does.
     """
     before = {report.name: len(report.rewritten) for report in output.previous.transforms} if output.previous else {}
     now = {report.name: len(report.rewritten) for report in lock.transforms}
     if lost := {name: (before[name], now[name]) for name in now if now[name] < before.get(name, 0)}:
-        raise SitesLost(output.shown, lost)
+        counts = ", ".join(f"{name} {before} → {now}" for name, (before, now) in sorted(lost.items()))
+        raise RewriteError(
+            f"fewer places are rewritten than in {output.shown} now ({counts}): the folder was left as it is. "
+            "--force replaces it all the same."
+        )
 
 
 def edited_files(folder: Path, lock: Lock) -> list[str]:
@@ -241,12 +246,14 @@ def check_links(folder: Path, lock: Lock) -> None:
     """Check that every generated file of a package is a file in its folder.
 
     Raises:
-        LinkInPackage: if one, or a folder on the way to it, is a link.
+        UsageError: if one, or a folder on the way to it, is a link.
     """
     places = {name for file in lock.files for name in (file, *(str(p) for p in Path(file).parents if p.name))}
     for name in sorted({*places, LOCK_NAME, VERDICT_NAME}):
         if (folder / name).is_symlink():
-            raise LinkInPackage(folder, name)
+            raise UsageError(
+                f"{folder}/{name} is a link, and a package is replaced as a whole: put the file itself there."
+            )
 
 
 def _exchange(staged: Path, target: Path) -> None:

@@ -18,13 +18,11 @@ from typing import Any
 from rewrite.errors import (
     AlreadyRewritten,
     CheckpointNotUsable,
-    CodeNotTrusted,
     MissingTransformers,
-    NoCode,
-    NoModelingFile,
-    NotAPythonFile,
     SourceNotReadable,
     UnknownModel,
+    UsageError,
+    shortened,
 )
 from rewrite.source import auto_classes, hub_model, weight_files
 from rewrite.source.checkpoint_folder import CONFIG_NAME, own_code, own_file, read_config
@@ -79,12 +77,10 @@ def resolve(
 
     Raises:
         UnknownModel: if it is none of these.
-        NoModelingFile: if transformers has no modeling file for the model type.
-        NoCode: if it is a file, or a folder, of weights only.
+        UsageError: if transformers has no modeling file for the model type, or if it is weights only, a file of
+            another kind, or a model on the Hub with code of its own, which is not trusted.
         CheckpointNotUsable: if a checkpoint folder does not say which model it holds.
-        CodeNotTrusted: if a model on the Hub has code of its own, which is not trusted.
         NotOnTheHub: if a model cannot be taken from the Hub.
-        NotAPythonFile: if it is a file of another kind.
         SourceNotReadable: if the file cannot be read as UTF-8 text.
         AlreadyRewritten: if a folder is given that this tool wrote.
         MissingTransformers: if a model type is given and there is no transformers.
@@ -94,13 +90,13 @@ def resolve(
     if _is_word(target) and installed is not None and target in installed.model_types:
         return _of_model_type(target, target, installed)
     if path.exists() and (other := weight_files.instead(path)) is not None:
-        raise NoCode(target, other)
+        raise UsageError(f"cannot rewrite {shortened(target)}: {other}.")
     if path.is_dir():
         return _of_folder(target, path, installed, trust_remote_code)
     if path.name == CONFIG_NAME and path.is_file():
         return _of_folder(target, path.parent, installed, trust_remote_code)
     if path.is_file() and path.suffix != ".py":
-        raise NotAPythonFile(path)
+        raise _no_python(path)
     if path.is_file() or target.endswith((".py", ".ipynb")):
         return _read(target, path, installed)
     if (found := _module_file(target, installed)) is not None:
@@ -148,12 +144,30 @@ def _of_model_type(target: str, name: str, installed: Installed) -> Source:
     return _read(target, model_type.path, installed, model_type=name)
 
 
-def _no_file(model_type: ModelType, installed: Installed) -> NoModelingFile:
+def _no_python(path: Path) -> UsageError:
+    """Return what to say of another file: a notebook is JSON, which parses as Python and holds no classes."""
+    if path.suffix != ".ipynb":
+        return UsageError(f"{path} is no Python file: what is rewritten is a Python file, modeling_*.py.")
+    meant = "put the classes of the model into a Python file, modeling_*.py, and import it in the notebook"
+    return UsageError(f"{path} is a notebook: {meant}.")
+
+
+def _no_file(model_type: ModelType, installed: Installed) -> UsageError:
     """Return the error that names what else can be rewritten: a file of its own, or the class of another model."""
     others = [path.name for path in model_type.others]
     built = auto_classes.built_for(installed, model_type.name)
-    elsewhere = built if built is not None and installed.defining(built) is not None else None
-    return NoModelingFile(model_type.name, model_type.config, installed.version, others, elsewhere)
+    choice = "it is made of other models' code."
+    if others:
+        choice = f"choose one of {', '.join(others)} and give its path."
+    elif built is not None and installed.defining(built) is not None:
+        choice = (
+            f"its model is {built}. Rewrite that (rewrite {built}), and load with "
+            f"{built}.from_pretrained(CHECKPOINT, config=AutoConfig.from_pretrained(CHECKPOINT))."
+        )
+    return UsageError(
+        f"transformers {installed.version} has no modeling file of its own for '{model_type.name}' "
+        f"({model_type.config}): {choice}"
+    )
 
 
 def _of_word(target: str, installed: Installed | None) -> Source:
@@ -176,7 +190,10 @@ def _of_hub(name: str, revision: str | None, installed: Installed | None, trust_
     if code is None or (known and not trust_remote_code):
         return _of_config(name, config_path.parent, config, installed)
     if not trust_remote_code:
-        raise CodeNotTrusted(name, code.file)
+        raise UsageError(
+            f"'{name}' is made by code of its own, {code.file}: --trust-remote-code downloads it and lets the "
+            "verification run it (--no-verify only reads it)."
+        )
     repository = code.repository or name
     path = hub_model.code(repository, code.file, None if code.repository else hub_model.commit_of(config_path))
     source = _read(name, path, installed, checkpoint=config_path.parent)

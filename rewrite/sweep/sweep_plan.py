@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rewrite.errors import MissingLibrary, NotATransformers, UnknownModelFolder
+from rewrite.errors import MissingLibrary, UsageError, close
 from rewrite.source.installed import Installed, copy_at, find_transformers
 from rewrite.sweep import pool
 from rewrite.sweep.sweep_row import Row
@@ -23,7 +23,7 @@ def library(root: Path | None) -> Installed:
     """The transformers to sweep; one that is given is also the one that this process and its children import.
 
     Raises:
-        NotATransformers: `root` holds none.
+        UsageError: `root` holds none.
         MissingLibrary: none is installed.
     """
     if root is None:
@@ -38,21 +38,23 @@ def library(root: Path | None) -> Installed:
                 filter(None, (str(given.root.parent), os.environ.get("PYTHONPATH")))
             )
             return given
-    raise NotATransformers(root)
+    raise UsageError(f"{root} holds no transformers package: name the folder with models/auto in it, or its parent.")
 
 
 def files(installed: Installed, folders: Sequence[str]) -> list[tuple[str, Path]]:
     """Name and path of every modeling file, sorted; those of `models/auto` are no models.
 
     Raises:
-        UnknownModelFolder: one of `folders` has none.
+        UsageError: one of `folders` has none.
     """
     models = installed.root / "models"
     found = [path for path in sorted(models.glob("*/modeling_*.py")) if path.parent.name != "auto"]
     known = list(dict.fromkeys(path.parent.name for path in found))
     for folder in folders:
         if folder not in known:
-            raise UnknownModelFolder(folder, known)
+            near = close(folder.partition("/")[0], known)
+            hint = f"did you mean {', '.join(near)}?" if near else "`rewrite models` lists them."
+            raise UsageError(f"transformers.models has no folder '{folder}' with a modeling file: {hint}")
     wanted = [path for path in found if not folders or path.parent.name in folders]
     return [(path.relative_to(models).as_posix(), path) for path in wanted]
 

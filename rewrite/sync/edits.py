@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rewrite.errors import BaseLost, SourceDoesNotParse, SourceNotReadable, StillInConflict
+from rewrite.errors import BaseLost, SourceDoesNotParse, SourceNotReadable, UsageError
 from rewrite.package import definitions, original, snapshots
 from rewrite.package.assemble import INIT, Package
 from rewrite.package.lock import Lock, sha256
@@ -46,7 +46,7 @@ def with_edits(folder: Path, lock: Lock, package: Package, resolved: Mapping[str
 
     Raises:
         SourceNotReadable: if a file that takes part in the merge is missing.
-        StillInConflict: if a file still has markers.
+        UsageError: if a file still has markers.
         SourceDoesNotParse: if the user's file is not valid Python.
     """
     files, conflicts = dict(package.files), {}
@@ -225,7 +225,7 @@ def _in_your_layout(folder: Path, lock: Lock, files: Mapping[str, bytes], style:
 def _checked(path: Path) -> str:
     text = original.text_of(path)
     if merge.has_markers(text):
-        raise StillInConflict(path)
+        raise UsageError(f"{path} still has conflict markers: resolve them first.")
     try:
         ast.parse(text.removeprefix("\ufeff"))
     except (SyntaxError, ValueError) as error:

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from rewrite.errors import MissingProgram, OutputNotWritable
+from rewrite.errors import OutputNotWritable, UsageError
 
 MARKERS = ("<<<<<<< ", "||||||| ", ">>>>>>> ")
 LABELS = ("yours", "generated last", "generated now")
@@ -38,7 +38,7 @@ def three_way(base: str, yours: str, generated: str, *options: str) -> Merged:
     With an option of git, as `--theirs`, lines that both changed are merged as it says.
 
     Raises:
-        MissingProgram: if both changed and git, which merges them, is not installed.
+        UsageError: if both changed and git, which merges them, is not installed.
         OutputNotWritable: if there is no room for the three texts in the temporary folder.
     """
     if yours in (base, generated):
@@ -63,7 +63,7 @@ def _merge_file(paths: list[Path], *options: str) -> Merged:
     try:
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
     except FileNotFoundError as error:
-        raise MissingProgram("git", "merging your edits") from error
+        raise UsageError("git is not installed and merging your edits needs it.") from error
     if not 0 <= done.returncode <= _MANY_CONFLICTS:
         raise ChildProcessError(done.stderr.decode("utf-8", "replace"))
     return Merged(done.stdout.decode("utf-8"), done.returncode)

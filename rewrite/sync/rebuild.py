@@ -9,7 +9,7 @@ from pathlib import Path
 from rewrite import operators
 from rewrite.codemod.build import Build, build
 from rewrite.delivery import acceptance, verdict_file
-from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownTransform, VerdictNotReadable
+from rewrite.errors import AcceptanceNotReadable, UnknownTransform, UsageError, VerdictNotReadable
 from rewrite.offers import VENDORED
 from rewrite.package import original, snapshots, vendored_files
 from rewrite.package.assemble import VERDICT_NAME, Package, assemble
@@ -50,7 +50,7 @@ def renewed(folder: Path, lock: Lock, source: Source) -> Renewal:
 
     Raises:
         NothingToRewrite: if no rule matches any more.
-        RuleGone: if the lock asks for a rule that this version does not have.
+        UsageError: if the lock asks for a rule that this version does not have.
     """
     at_hand = source
     if source.sha256 == lock.source.sha256:
@@ -72,7 +72,7 @@ def rebuilt(folder: Path, lock: Lock, source: Source) -> tuple[Build, tuple[Rule
 
     Raises:
         NothingToRewrite: if no rule matches any more.
-        RuleGone: if the lock asks for a rule that this version does not have.
+        UsageError: if the lock asks for a rule that this version does not have.
     """
     built = build(source, transforms_of(folder, lock))
     return built, tuple(rule_changes(lock, built.rewritten.transforms, kept_original(folder, lock), source.text))
@@ -185,12 +185,14 @@ def transforms_of(folder: Path, lock: Lock) -> list[Transform]:
     """Return the transforms that the options of a lock choose.
 
     Raises:
-        RuleGone: if one is named that this version does not have.
+        UsageError: if one is named that this version does not have.
     """
     try:
         return _selected(folder, lock)
     except UnknownTransform as error:
-        raise RuleGone(folder, str(error)) from error
+        raise UsageError(
+            f"the options in the lock of {folder} cannot be followed: {error} Take its name out of the lock."
+        ) from error
 
 
 def _differences(old: Lock, new: Lock) -> Iterator[str]:

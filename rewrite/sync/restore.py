@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rewrite.codemod.relocate import HEADER_LOCK
 from rewrite.delivery import precheck
-from rewrite.errors import NotRestorable, RewriteError, SourceDoesNotParse
+from rewrite.errors import RewriteError, SourceDoesNotParse
 from rewrite.package import original, output, snapshots, swap, syntax, vendored_files
 from rewrite.package.assemble import INIT, INIT_LOCK, KEPT, VERDICT_NAME, WHOLE, Package
 from rewrite.package.lock import Lock, read_lock, sha256
@@ -26,7 +26,7 @@ def undo(folder: Path) -> list[str]:
     Each edited file is kept beside its generated text, its name followed by `.undone`; a kept text is not.
 
     Raises:
-        NotRestorable: if the generated text of an edited file is nowhere to be had.
+        RewriteError: if the generated text of an edited file is nowhere to be had.
     """
     lock = read_lock(folder)
     output.check_links(folder, lock)
@@ -35,7 +35,11 @@ def undo(folder: Path) -> list[str]:
         return []
     texts = {name: _generated(folder, lock, name) for name in edited}
     if lost := [name for name, text in texts.items() if text is None]:
-        raise NotRestorable(folder, lost)
+        raise RewriteError(
+            f"the generated text of {', '.join(lost)} in {folder} is nowhere to be had: this version of hf-rewrite "
+            "has another. Take it from version control, or drop the edits with `rewrite sync --replace`. Nothing was "
+            "changed."
+        )
     files = {name: (folder / name).read_bytes() for name in lock.files if name not in edited}
     files |= {name: text for name, text in texts.items() if text is not None}
     files |= {

@@ -9,7 +9,7 @@ from pathlib import Path
 from rewrite.console.console import Screen
 from rewrite.delivery import commits, delivery, verification
 from rewrite.delivery.summary import describe
-from rewrite.errors import BaseLost, ChangedMeanwhile, EditsBroken, EditsNotMerged, OtherTransformers, SitesNotAccepted
+from rewrite.errors import BaseLost, ChangedMeanwhile, EditsBroken, RewriteError, UsageError
 from rewrite.package import original, output, swap
 from rewrite.package.assemble import KEPT, VERDICT_NAME, Package
 from rewrite.package.lock import Lock, read_lock
@@ -61,10 +61,9 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
     """Make the package in `folder` anew, merge the user's edits, and put it in place if it holds together.
 
     Raises:
-        SitesNotAccepted: if a rule lost a place and the user did not accept that.
-        EditsNotMerged: if generated files that are not merged were edited.
         EditsBroken: if the merged text cannot work.
-        RewriteError: for everything else that keeps the package from being made.
+        RewriteError: if a rule lost a place and the user did not accept that, if generated files that are not merged
+            were edited, and for everything else that keeps the package from being made.
     """
     output.clean(folder)
     lock = read_lock(folder)
@@ -86,7 +85,11 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
         screen.line("written", "nothing: the package is up to date")
         return Result(0, rules=renewed.rules)
     if lost := [rule for rule in renewed.lost if rule not in wish.accepted]:
-        raise SitesNotAccepted(folder, lost)
+        options = " ".join(f"--accept {rule}" for rule in lost)
+        raise RewriteError(
+            f"{folder} was left as it is: {', '.join(lost)} lost a place (above). To go on without: "
+            f"rewrite sync {folder} {options}"
+        )
     try:
         merged = edits.with_edits(folder, lock, renewed.package, wish.resolved)
     except BaseLost:
@@ -171,7 +174,11 @@ def _check_edits(folder: Path, lock: Lock, package: Package, root: Path | None, 
     edited = [name for name in edited if not name.startswith(f"{KEPT}/")]
     if edited:
         _check_unchanged(folder, lock)
-        raise EditsNotMerged(folder, edited)
+        options = " ".join(f"--replace {name}" for name in edited)
+        raise RewriteError(
+            f"{folder} has your edits in {', '.join(edited)}, which sync does not merge. Move them into the modeling "
+            f"file, or drop them: rewrite sync {folder} {options} (each is kept beside the new one as .edited)."
+        )
     for name, problems in edits.problems(folder, package, root).items():
         raise EditsBroken(folder, name, problems)
 
@@ -195,7 +202,11 @@ def _damaged(folder: Path, lock: Lock, package: Package) -> bool:
 def _require_installed(folder: Path, library: Installed | None) -> None:
     installed = find_transformers()
     if library is not None and (installed is None or installed.version != library.version):
-        raise OtherTransformers(folder, library.version, installed.version if installed else None)
+        found = f"transformers {installed.version} is" if installed else "none is"
+        raise UsageError(
+            f"{folder} cannot be verified with transformers {library.version}: {found} installed. "
+            f"Sync without --verify, install transformers {library.version}, then: rewrite verify {folder}"
+        )
 
 
 def _say(screen: Screen, renewed: Renewal, accepted: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_rewrite_runtime.launching.card_tables import GEMM
-from rewrite.errors import NothingMeasured, NothingToExport
+from rewrite.errors import UsageError
 
 from .product_tiles import VENDOR
 
@@ -64,15 +64,16 @@ def export(folder: Path) -> Tables:
     """Return the tables for `gemm.json` of a folder.
 
     Raises:
-        NothingMeasured: there is none.
-        NothingToExport: it has no product that aiter could compute.
+        UsageError: there is none, or it has no product that aiter could compute.
     """
     path = folder / GEMM
     if not path.is_file():
-        raise NothingMeasured(path)
+        raise UsageError(f"there is no {path}: `rewrite tune DIR --products` measures one.")
     tables = tables_of(json.loads(path.read_text(encoding="utf-8")))
     if tables.shapes.count("\n") < 2 and tables.tuned.count("\n") < 2:
-        raise NothingToExport(path)
+        raise UsageError(
+            f"{path} has no product in 16 bits that was measured on an AMD card or that torch should not compute."
+        )
     return tables
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .calls.argument_cases import CASES
 from .calls.argument_checks import scenario_of
@@ -17,16 +18,15 @@ from .judging.compare import Error, Mismatch, NotRun, measure
 from .judging.tolerances import bound
 from .judging.verdict import Divergence
 from .models.configs import Variant
-from .models.model_inputs import TEXT
+from .models.model_inputs import TEXT, tensors
 from .models.model_pair import Pair, Workbench, on_original
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """What a hook on one module saw over a scenario: its tensor inputs and its tensor outputs, call by call."""
 
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
+    inputs: Sequence[Any] = ()
+    outputs: Sequence[Any] = ()
 
 
 def first_divergence(bench: Workbench, failed: str) -> Divergence | None:
@@ -108,7 +108,7 @@ def _within(name: str, pair: Pair, order: Sequence[str], run: Callable[[Any], An
     gives = {child: seen.outputs[call][0] for child, seen in inner.items() if seen.outputs[call]}
     given, before = whole[0].inputs[call], ""
     for child, expected in inner.items():
-        found = _watch(pair.rewritten, own[child], run) if _has(pair.rewritten, own[child]) else Seen((), ())
+        found = _watch(pair.rewritten, own[child], run) if _has(pair.rewritten, own[child]) else Seen()
         if len(found.inputs) != len(expected.inputs):
             continue
         if _differs(expected.inputs[call], found.inputs[call]):
@@ -142,12 +142,10 @@ def _execution_order(model: Any, run: Callable[[Any], Any]) -> list[str]:
     def note(name: str) -> Callable[..., None]:
         return lambda module, arguments, output: order.setdefault(name)
 
-    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(note(name)))
         _quietly(run, model)
-    finally:
-        for handle in handles:
-            handle.remove()
     return list(order)
 
 
@@ -156,15 +154,12 @@ def _watch(model: Any, name: str, run: Callable[[Any], Any]) -> Seen:
     outputs: list[Any] = []
 
     def note(module: Any, arguments: Any, keywords: Any, output: Any) -> None:
-        inputs.append([tensor.detach().clone() for tensor in _tensors((arguments, keywords))])
-        outputs.append([tensor.detach().clone() for tensor in _tensors(output)])
+        inputs.append([tensor.detach().clone() for tensor in tensors((arguments, keywords)).values()])
+        outputs.append([tensor.detach().clone() for tensor in tensors(output).values()])
 
-    handle = model.get_submodule(name).register_forward_hook(note, with_kwargs=True)
-    try:
+    with model.get_submodule(name).register_forward_hook(note, with_kwargs=True):
         _quietly(run, model)
-    finally:
-        handle.remove()
-    return Seen(tuple(inputs), tuple(outputs))
+    return Seen(inputs, outputs)
 
 
 def _quietly(run: Callable[[Any], Any], model: Any) -> None:
@@ -173,19 +168,6 @@ def _quietly(run: Callable[[Any], Any], model: Any) -> None:
         run(model)
     except Exception:  # the failed check has reported it; here only the modules before it matter
         return
-
-
-def _tensors(value: Any) -> Iterator[Any]:
-    import torch
-
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _compare(name: str, expected: Seen, found: Seen) -> tuple[bool, Error | None]:

@@ -23,7 +23,7 @@ from .generation.loop_checks import SWITCH, loop_checks
 from .generation.loop_scenarios import talk_checks
 from .generation.step_checks import step_checks
 from .generation.texts import generation_checks
-from .judging.checks import CheckRun
+from .judging.checks import CheckRun, left_out
 from .judging.compare import NotRun
 from .judging.verdict import Figure
 from .models.configs import small_variants
@@ -51,7 +51,7 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
     if name == "generation":
         if bench.goes_on and hasattr(bench.subject.original, "generate"):
             if lost := lost_cache(bench):
-                return [Part(partial(_without_cache, lost))]
+                return [Part(lambda: iter([left_out("generate() of the original", lost)]))]
             quick = bench.options.quick
             variants = bench.variants[:1] if quick else bench.variants
             texts = Part(partial(generation_checks, bench, bench.base), shares=2)
@@ -76,15 +76,6 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
 
         return [Part(partial(latency_checks, bench))]
     return []
-
-
-def _without_cache(how: str) -> Iterator[CheckRun]:
-    """The one check of generation that is left where the original's loses its cache."""
-
-    def lost() -> Mapping[str, Figure]:
-        raise NotRun(how)
-
-    yield CheckRun("generate() of the original", lost)
 
 
 def _with_text(bench: Workbench, subjects: Subjects) -> list[Part]:
@@ -151,7 +142,7 @@ def _wide(bench: Workbench) -> Iterator[CheckRun]:
     try:
         variant = wide_variant(bench)
     except NotRun as reason:
-        yield CheckRun("error against fp64, wide", partial(_not_built, reason))
+        yield left_out("error against fp64, wide", reason)
     else:
         yield from low_precision_checks(bench, variant)
 
@@ -159,7 +150,8 @@ def _wide(bench: Workbench) -> Iterator[CheckRun]:
 def _asked(bench: Workbench) -> Iterator[CheckRun]:
     """Every argument, and the embeddings; of a large model in a full verification alone."""
     if bench.options.quick and bench.large:
-        yield CheckRun("every argument of forward, embeddings", _too_large)
+        why = "the smallest model is too large for a quick verification"
+        yield left_out("every argument of forward, embeddings", why)
         return
     yield from argument_checks(bench, bench.base)
     yield from embedding_checks(bench)
@@ -173,18 +165,10 @@ def _talks(bench: Workbench, subject: Subject) -> Iterator[CheckRun]:
     try:
         variants = small_variants(subject.original, subject.causal, bench.options.config)
     except VerificationError as error:
-        yield CheckRun(f"decode loop of {subject.name}", partial(_not_built, error))
+        yield left_out(f"decode loop of {subject.name}", error)
         return
     other = Workbench(subject, variants[:1], bench.options, bench.rounding, record=bench.record)
     yield from talk_checks(other, f" of {subject.name}")
-
-
-def _not_built(error: Exception) -> Mapping[str, Figure]:
-    raise NotRun(str(error))
-
-
-def _too_large() -> Mapping[str, Figure]:
-    raise NotRun("the smallest model is too large for a quick verification")
 
 
 def _short(bench: Workbench, subject: Subject) -> Mapping[str, Figure]:

@@ -180,7 +180,7 @@ class _Run:
         from .state.declarations import declared_checks
         from .state.initial import initial_checks
 
-        yield from text_checks(self.rewritten, self.options)
+        yield from text_checks(self.rewritten)
         yield CheckRun("both sides import", self._import, stops=True)
         yield CheckRun("the main class is there", self._pair, stops=True)
         if self.modules is None or self.subjects is None:

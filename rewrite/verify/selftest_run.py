@@ -12,19 +12,19 @@ import copy
 import importlib
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from rewrite.errors import VerificationError
 
+from .judging.verdict import Options
 from .models.configs import small_variants
 from .models.model_inputs import TEXT
+from .runner import settled
 
 MOST_DIFFERENCE = 1e-4
 """Largest difference of fp32 logits, as part of the largest logit: sums may be taken in another order. On a CPU, where
@@ -84,7 +84,7 @@ def run_selftest(module: ModuleType, original: str | None, checkpoint: str | Non
     rewritten = _model_class(module, checkpoint)
     upstream = getattr(importlib.import_module(original), rewritten.__name__)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with _settled(), contextlib.ExitStack() as stack:
+    with settled(Options(weights=checkpoint)), contextlib.ExitStack() as stack:
         if checkpoint is None:
             checkpoint = stack.enter_context(tempfile.TemporaryDirectory())
             torch.manual_seed(0)
@@ -196,22 +196,3 @@ def _compare_tokens(ours: PreTrainedModel, theirs: PreTrainedModel, device: str)
 def _prompt(model: PreTrainedModel, device: str) -> torch.Tensor:
     vocabulary = int(getattr(model.config.get_text_config(), "vocab_size", 128))
     return torch.arange(3, 3 + PROMPT, device=device)[None] * 7 % max(vocabulary - 3, 1) + 3
-
-
-@contextlib.contextmanager
-def _settled() -> Iterator[None]:
-    """Full fp32 products, no chatter; random state and settings are the caller's again afterwards."""
-    precision, verbosity = torch.get_float32_matmul_precision(), logging.get_verbosity()
-    bars = logging.is_progress_bar_enabled()
-    torch.set_float32_matmul_precision("highest")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    in_use = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    try:
-        with torch.random.fork_rng(devices=in_use):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from hf_rewrite_runtime.launching import card_tables
 from rewrite import cli
 from rewrite.benchmark.rungs import prepare
-from rewrite.errors import NothingMeasured, NothingToExport
+from rewrite.errors import UsageError
 from rewrite.source.resolve import resolve
 from rewrite.transforms import select
 from rewrite.tuning import product_tiles
@@ -150,9 +150,9 @@ def test_export_writes_both(tmp_path: Path) -> None:
 
 
 def test_nothing_to_export(tmp_path: Path) -> None:
-    with pytest.raises(NothingMeasured, match="--products"):
+    with pytest.raises(UsageError, match="--products"):
         export(tmp_path)
     nvidia = {"NVIDIA H100 80GB HBM3": content(("64x64x64 bfloat16", "vendor", 1.0))}
     (tmp_path / card_tables.GEMM).write_text(json.dumps(nvidia))
-    with pytest.raises(NothingToExport):
+    with pytest.raises(UsageError):
         export(tmp_path)

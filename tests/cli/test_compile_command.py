@@ -15,7 +15,7 @@ from command_line import CommandLine
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_rewrite_runtime.launching import card_tables, launch, precompiled
-from rewrite.errors import KernelsNotCompiled
+from rewrite.errors import RewriteError
 from rewrite.kernels import ahead
 from rewrite.kernels.package_work import shortened
 
@@ -124,7 +124,7 @@ def test_what_it_wants_to_be_told(package: Path, rewrite: CommandLine, monkeypat
     assert "--weights DIR or --shape" in shown.err
 
     def fails(*given: object) -> object:
-        raise KernelsNotCompiled(package, "H100", "no word")
+        raise RewriteError("the kernels of the package could not be compiled for H100: no word")
 
     monkeypatch.setattr(ahead, "compile_for", fails)
     shown = rewrite("compile", str(package), "--target", "H100", "--shape", "tiny")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from rewrite.errors import CodeNotTrusted, MissingLibrary, NeighbourMissing, NotOnTheHub
+from rewrite.errors import MissingLibrary, NeighbourMissing, NotOnTheHub, UsageError
 from rewrite.package.lock import read_lock
 from rewrite.source import hub_model
 from rewrite.source.resolve import resolve
@@ -63,7 +63,7 @@ def test_another_revision(here: Path, cache: Cache) -> None:
 
 def test_its_own_code_is_downloaded_where_it_is_trusted(here: Path, cache: Cache) -> None:
     snapshot = cache("org/cedar", OWN, *(path.name for path in REMOTE.glob("*cedar*.py")))
-    with pytest.raises(CodeNotTrusted, match=r"modeling_cedar\.py: --trust-remote-code"):
+    with pytest.raises(UsageError, match=r"modeling_cedar\.py: --trust-remote-code"):
         resolve("org/cedar")
     source = resolve("org/cedar", trust_remote_code=True)
     assert source.path == snapshot / "modeling_cedar.py"

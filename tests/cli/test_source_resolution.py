@@ -8,15 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rewrite.errors import (
-    CheckpointNotUsable,
-    MissingLibrary,
-    NoCode,
-    NoModelingFile,
-    NotAPythonFile,
-    SourceNotReadable,
-    UnknownModel,
-)
+from rewrite.errors import CheckpointNotUsable, MissingLibrary, SourceNotReadable, UnknownModel, UsageError
 from rewrite.source.installed import copy_at, find_transformers
 from rewrite.source.resolve import resolve, weights_fit
 
@@ -120,9 +112,9 @@ def test_a_dotted_module_is_found_without_importing_it(here: Path) -> None:
 def test_other_files_are_named_as_what_they_are(here: Path) -> None:
     (here / "work.ipynb").write_text('{"cells": []}')  # which is Python, too
     (here / "notes.txt").write_text("hello")
-    with pytest.raises(NotAPythonFile, match=r"is a notebook: put the classes of the model into a Python file"):
+    with pytest.raises(UsageError, match=r"is a notebook: put the classes of the model into a Python file"):
         resolve("work.ipynb")
-    with pytest.raises(NotAPythonFile, match="is no Python file"):
+    with pytest.raises(UsageError, match="is no Python file"):
         resolve("notes.txt")
     with pytest.raises(SourceNotReadable, match="there is no such file"):
         resolve("nowhere.ipynb")
@@ -166,7 +158,7 @@ def test_other_names_of_a_model(here: Path, word: str, file: str) -> None:
 
 
 def test_a_model_type_without_a_file_says_so() -> None:
-    with pytest.raises(NoModelingFile, match="layoutxlm"):
+    with pytest.raises(UsageError, match="layoutxlm"):
         resolve("layoutxlm")
 
 
@@ -189,10 +181,10 @@ def test_a_model_type_that_is_another_model_s_class_names_it(tmp_path: Path) -> 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     library = copy_at(tmp_path / "transformers")
-    with pytest.raises(NoModelingFile, match=r"'sedge' \(SedgeConfig\): its model is ReedForCausalLM"):
+    with pytest.raises(UsageError, match=r"'sedge' \(SedgeConfig\): its model is ReedForCausalLM"):
         resolve("sedge", library=library)
     folder = checkpoint(tmp_path / "c", model_type="sedge", architectures=["ReedForCausalLM"])
-    with pytest.raises(NoModelingFile, match=r"rewrite ReedForCausalLM"):
+    with pytest.raises(UsageError, match=r"rewrite ReedForCausalLM"):
         resolve(str(folder), library=library)
     assert resolve("ReedForCausalLM", library=library).model_type == "reed"
 
@@ -237,7 +229,7 @@ def test_a_gguf_file_says_what_to_give(here: Path, data: bytes, said: str) -> No
     (here / "g").mkdir()
     (here / "g" / "model.gguf").write_bytes(data)
     for target in ("g", "g/model.gguf"):
-        with pytest.raises(NoCode, match=said):
+        with pytest.raises(UsageError, match=said):
             resolve(target)
     checkpoint(here / "c", model_type="llama")
     (here / "c" / "model.gguf").write_bytes(data)
@@ -246,7 +238,7 @@ def test_a_gguf_file_says_what_to_give(here: Path, data: bytes, said: str) -> No
 
 def test_weights_are_no_model(here: Path) -> None:
     (here / "model.safetensors").write_bytes(b"\xff")
-    with pytest.raises(NoCode, match="give the folder that it lies in"):
+    with pytest.raises(UsageError, match="give the folder that it lies in"):
         resolve("model.safetensors")
 
 

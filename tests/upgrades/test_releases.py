@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from rewrite.errors import NotInstalled
+from rewrite.errors import UsageError
 from rewrite.package.lock import Lock, Options, Origin, read_lock
 from rewrite.source import pins, release, verifiable
 from rewrite.source.installed import copy_at
@@ -358,5 +358,5 @@ def test_what_is_installed_is_verified_whatever_names_it(
     monkeypatch.setattr("rewrite.source.verifiable.find_transformers", lambda: one)
     source = resolve("tiny", library=same)
     assert verifiable.as_installed(source).path == one.root / "models" / "tiny" / "modeling_tiny.py"
-    with pytest.raises(NotInstalled, match=r"6\.0\.0 with another text of this file"):
+    with pytest.raises(UsageError, match=r"6\.0\.0 with another text of this file"):
         verifiable.as_installed(resolve("tiny", library=changed))

@@ -17,7 +17,7 @@ from rewrite.verify.judging.checks import run_check
 from rewrite.verify.judging.verdict import Check
 from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.configs import small_variants
-from rewrite.verify.models.model_pair import Workbench
+from rewrite.verify.models.model_pair import Pair, Workbench
 from rewrite.verify.models.subjects import Subject
 
 from .copies import generated, plant
@@ -146,7 +146,8 @@ def test_an_original_that_counts_its_calls_is_copied_for_its_truth() -> None:
             return {"out": x * self.calls}
 
     model = Counts()
-    truth = captured_replays._Truth(model, "fp64 max")
-    truth.call("call 0", {"x": torch.ones(2)})
-    assert model.calls == 0
-    assert [tensor.tolist() for tensor in truth().values()] == [[1.0, 1.0]]
+    compared = captured_replays._Compared(Pair(model, Counts()), "fp64 max")
+    compared.call("call 0", {"x": torch.ones(2)})
+    assert model.calls == 1
+    assert [tensor.tolist() for tensor in compared._truth().values()] == [[1.0, 1.0]]
+    assert compared.figures("counted")["counted max"] == 0

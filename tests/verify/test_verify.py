@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers.cache_utils import CacheLayerMixin
 
+from rewrite.cli import run
+from rewrite.errors import SideNotFound
+from rewrite.measure.timing import ratio
 from rewrite.verify import Check, Gate, Options, Verdict, clean_import, render, summary, verify
-from rewrite.verify.__main__ import main
-from rewrite.verify.generation.latency import Samples, bootstrap_ratio, outcome
+from rewrite.verify.generation.latency import Samples, outcome
 from rewrite.verify.generation.teacher_forcing import Scores, judged
 from rewrite.verify.generation.texts import Generated, near_tie
 from rewrite.verify.judging.compare import Mismatch, NotRun, near_exact
@@ -135,19 +136,17 @@ def test_importing_the_verifier_needs_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_command_reports_a_failure_with_exit_code_1(tmp_path: Path) -> None:
+def test_command_reports_a_failure_with_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = source_of("llama").replace("gate_proj(x)) * self.up_proj(x)", "up_proj(x)) * self.gate_proj(x)")
     package = write_package(tmp_path / "llama_copy", "llama", text)
-    result = CliRunner().invoke(main, [upstream("llama"), str(package), "--quick", "--json", str(tmp_path / "v.json")])
-    assert result.exit_code == 1
-    assert "first divergence: model.layers.0.mlp (LlamaMLP)" in " ".join(result.output.split())
+    assert run(["verify", upstream("llama"), str(package), "--quick", "--json", str(tmp_path / "v.json")]) == 1
+    assert "first divergence: model.layers.0.mlp (LlamaMLP)" in " ".join(capsys.readouterr().out.split())
     assert json.loads((tmp_path / "v.json").read_text())["divergence"]["module"] == "model.layers.0.mlp"
 
 
-def test_command_names_a_side_that_is_missing(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, [upstream("llama"), str(tmp_path / "nothing")])
-    assert result.exit_code != 0
-    assert "modeling_*.py" in result.output
+def test_a_side_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SideNotFound, match=r"one modeling_\*\.py"):
+        verify(upstream("llama"), str(tmp_path / "nothing"))
 
 
 def test_two_folders_of_one_name_live_side_by_side(tmp_path: Path) -> None:
@@ -223,10 +222,11 @@ def test_a_token_may_differ_at_a_near_tie_only() -> None:
 
 
 def test_an_interval_that_includes_one_is_no_win() -> None:
-    low, high = bootstrap_ratio([1.0, 1.1, 0.9, 1.2] * 10, [1.0, 0.9, 1.1, 1.15] * 10)
-    assert low <= 1.0 <= high
-    assert outcome(low, high, "cuda") == "no difference shown"
-    assert outcome(*bootstrap_ratio([2.0, 2.1] * 20, [1.0, 1.1] * 20), "cuda") == "faster"
+    found = ratio([1.0, 1.1, 0.9, 1.2] * 10, [1.0, 0.9, 1.1, 1.15] * 10)
+    assert found["low"] <= 1.0 <= found["high"]
+    assert outcome(found["low"], found["high"], "cuda") == "no difference shown"
+    found = ratio([2.0, 2.1] * 20, [1.0, 1.1] * 20)
+    assert outcome(found["low"], found["high"], "cuda") == "faster"
     assert outcome(0.5, 0.9, "cuda") == "slower"
     assert outcome(1.5, 1.9, "cpu") == "not claimed on a CPU"
     assert Samples([1.0] * 20, [2.0] * 20).figures["speed-up"] == 0.5

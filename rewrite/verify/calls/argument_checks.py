@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..judging.checks import CheckRun
-from ..judging.compare import Mismatch, NotRun
+from ..judging.compare import Mismatch, NotRun, about
 from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.inputs import seed_all
@@ -56,7 +56,7 @@ def listening_variant(variant: Variant) -> Variant | None:
     """A decoder that attends to an encoder's states, where the configuration can say that; None otherwise."""
     if getattr(variant.config, "add_cross_attention", None) is not False:
         return None
-    return _changed(variant, "listening", {"is_decoder": True, "add_cross_attention": True})
+    return variant.changed({"is_decoder": True, "add_cross_attention": True}, "listening")
 
 
 def chunked_variant(variant: Variant, subject: Subject) -> Variant | None:
@@ -64,14 +64,7 @@ def chunked_variant(variant: Variant, subject: Subject) -> Variant | None:
     name = "chunk_size_feed_forward"
     if name not in inspect.getsource(inspect.getmodule(subject.original) or subject.original):
         return None
-    return _changed(variant, "chunked", {name: CHUNK})
-
-
-def _changed(variant: Variant, name: str, fields: Mapping[str, Any]) -> Variant:
-    config = copy.deepcopy(variant.config)
-    for field, value in fields.items():
-        setattr(config, field, value)
-    return replace(variant, name=name, config=config)
+    return variant.changed({name: CHUNK}, "chunked")
 
 
 def asked(bench: Workbench, variant: Variant, implementation: str, case: Case) -> Mapping[str, Figure]:
@@ -165,11 +158,7 @@ def asked_alone(bench: Workbench) -> dict[str, Figure]:
     for variant, case in _asked_for(bench, bench.base, taken):
         if case.length != LENGTH or (known.issuperset(case.gives) and case.name not in ALWAYS):
             continue  # the main class has the same layers
-        try:
+        with contextlib.suppress(NotRun), about(f"given {case.name}"):  # the verdict lists the argument
             asked(short, variant, implementation, case)
             done += 1
-        except NotRun:
-            continue  # the verdict lists the argument
-        except Mismatch as error:
-            raise Mismatch(f"given {case.name}: {error}", error.figures) from error
     return {"cases": done}

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, near_exact
-from ..judging.fp32_free_reference import unrounded
 from ..judging.verdict import Figure
 from ..models.counting import uncounted
 from ..models.inputs import Padding, seed_all
 from ..models.model_inputs import SMALL, TEXT, Sizes, make, tensors
-from ..models.model_pair import Pair, Workbench, comparable, is_added, lent, on_original
+from ..models.model_pair import Pair, Workbench, comparable, is_added, lent, on_original, unrounded_original
 from .single_forward import real_rows
 
 if TYPE_CHECKING:
@@ -58,16 +57,14 @@ def _captured(bench: Workbench) -> Mapping[str, Figure]:
     figures: dict[str, Figure] = {}
     with switch.use_forward_graphs("always"):
         for padding in _paddings(bench):
-            figures |= {f"{padding} {n}": v for n, v in _calls(bench, pair, dtype, padding, maximum).items()}
+            figures |= _calls(bench, pair, dtype, padding, maximum)
             if bench.base.inputs == TEXT:
-                figures |= {
-                    f"{padding} lengths, {n}": v for n, v in _lengths(bench, pair, dtype, padding, maximum).items()
-                }
-        unpadded = _unpadded(store.store_of(pair.rewritten))
+                figures |= _lengths(bench, pair, dtype, padding, maximum)
+        kept = store.store_of(pair.rewritten)
+        unpadded = _unpadded(kept)
         if not bench.options.quick:
             _outputs_of_zeros(bench, dtype, maximum)
-            figures |= _after_changes(bench, pair, store.store_of(pair.rewritten), dtype, maximum)
-    kept = store.store_of(pair.rewritten)
+            figures |= _after_changes(bench, pair, kept, dtype, maximum)
     if "differs" in {refusal.reason for refusal in kept.refused.values()}:
         raise Mismatch("a graph of the forward computes something else than the forward does")
     replays = kept.replays
@@ -82,42 +79,43 @@ def _captured(bench: Workbench) -> Mapping[str, Figure]:
     return {**figures, "replays": replays}
 
 
-class _Truth:
-    """What an original gives in several calls, in the state that it is in then, without its roundings to fp32.
-
-    A copy of it is called, since a call may leave something behind.
+class _Compared:
+    """What both sides give in several calls, and the original without its roundings to fp32 in the state before each.
 
     Args:
-        original: the model.
-        maximum: the bound of the comparison; only that of fp64 asks for the truth.
+        pair: the models.
+        maximum: the bound of the comparison; only that of fp64 asks for the original without its roundings.
     """
 
-    def __init__(self, original: Any, maximum: str):
-        self._original, self._wanted = original, maximum == "fp64 max"
-        self._outputs: dict[str, Tensor] = {}
+    def __init__(self, pair: Pair, maximum: str):
+        self._pair, self._maximum = pair, maximum
+        self._expected: dict[str, Tensor] = {}
+        self._found, self._exact = dict(self._expected), dict(self._expected)
         self._reason: NotRun | None = None
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """Make a call."""
-        if not self._wanted:
-            return
-        try:
-            with unrounded():
-                outputs = on_original(lambda: _outputs(copy.deepcopy(self._original), arguments))
-        except NotRun as reason:
-            self._reason = reason
-        else:
-            self._outputs |= _named(outputs, name)
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Observations:
+        """Make a call. Returns what the rewritten side gives."""
+        original = self._pair.original
+        if self._maximum == "fp64 max":
+            try:  # a copy of it, since a call may leave something behind
+                truth = unrounded_original(lambda: _outputs(copy.deepcopy(original), arguments))()
+                self._exact |= _named(truth, name)
+            except NotRun as reason:
+                self._reason = reason
+        self._expected |= _named(on_original(_outputs, original, arguments), name)
+        outputs = _outputs(self._pair.rewritten, arguments)
+        self._found |= _named(outputs, name)
+        return outputs
 
-    def __call__(self) -> Observations:
-        """Return the outputs of all calls.
+    def figures(self, of: str) -> dict[str, Figure]:
+        """Compare all calls."""
+        found = near_exact(self._expected, self._found, self._maximum, self._truth)
+        return {f"{of} {name}": value for name, value in found.items()}
 
-        Raises:
-            NotRun: one of them failed.
-        """
+    def _truth(self) -> Observations:
         if self._reason is not None:
             raise self._reason
-        return self._outputs
+        return self._exact
 
 
 def _unpadded(store: Any) -> set[str]:
@@ -171,57 +169,42 @@ def _paddings(bench: Workbench) -> tuple[Padding, ...]:
 
 def _calls(bench: Workbench, pair: Pair, dtype: str, padding: Padding, maximum: str) -> dict[str, Figure]:
     """Compare calls with other inputs each, the last after the weights have changed in place."""
-    expected: Observations = {}
-    found: Observations = {}
-    truth = _Truth(pair.original, maximum)
+    compared = _Compared(pair, maximum)
     kept: list[tuple[Tensor, Tensor]] = []
     for number in range(CALLS):
         if number == CALLS - 1:
             _change_weights(pair)
         arguments = _arguments(bench, pair.original.config, dtype, padding, number)
-        expected = {**expected, **_named(on_original(_outputs, pair.original, arguments), f"call {number}")}
-        truth.call(f"call {number}", arguments)
-        outputs = _outputs(pair.rewritten, arguments)
+        outputs = compared.call(f"call {number}", arguments)
         kept += [(tensor, tensor.clone()) for tensor in outputs.values()]
-        found = {**found, **_named(outputs, f"call {number}")}
     if not all(bool(((tensor == before) | (tensor != tensor)).all()) for tensor, before in kept):
         raise Mismatch("a later call wrote to what an earlier one had returned")
-    return near_exact(expected, found, maximum, truth)
+    return compared.figures(padding)
 
 
 def _lengths(bench: Workbench, pair: Pair, dtype: str, padding: Padding, maximum: str) -> dict[str, Figure]:
     """Compare texts of several lengths, which may be padded to share a graph."""
-    expected: dict[str, Tensor] = {}
-    found: dict[str, Tensor] = {}
-    truth = _Truth(pair.original, maximum)
+    compared = _Compared(pair, maximum)
     for number, length in enumerate(LENGTHS):
-        arguments = _arguments(bench, pair.original.config, dtype, padding, number, Sizes(length))
-        expected |= _named(on_original(_outputs, pair.original, arguments), f"call {number}")
-        truth.call(f"call {number}", arguments)
-        found |= _named(_outputs(pair.rewritten, arguments), f"call {number}")
-    return near_exact(expected, found, maximum, truth)
+        compared.call(f"call {number}", _arguments(bench, pair.original.config, dtype, padding, number, Sizes(length)))
+    return compared.figures(f"{padding} lengths,")
 
 
 def _after_changes(bench: Workbench, pair: Pair, kept: Any, dtype: str, maximum: str) -> dict[str, Figure]:
     """Compare calls of one shape after what users do to a model: each change shows in the next call, too."""
-    expected: dict[str, Tensor] = {}
-    found: dict[str, Tensor] = {}
-    truth = _Truth(pair.original, maximum)
+    compared = _Compared(pair, maximum)
     arguments = _arguments(bench, pair.original.config, dtype, "none", 0)
     for number, (name, change) in enumerate(CHANGES.items()):
         for model in (pair.original, pair.rewritten):
             change(model)
         for turn in range(2):
-            call, before = f"{name}, {number}.{turn}", kept.replays
-            expected |= _named(on_original(_outputs, pair.original, arguments), call)
-            truth.call(call, arguments)
-            found |= _named(_outputs(pair.rewritten, arguments), call)
+            before = kept.replays
+            compared.call(f"{name}, {number}.{turn}", arguments)
             if kept.replays > before and turn == 0 and change in (_replace_weights, _hook, _replace_module):
                 raise Mismatch(f"a graph is replayed that was captured before there was {name}")
         if number == 0:
             _not_while_watched(pair, kept, arguments)
-    figures = near_exact(expected, found, maximum, truth)
-    return {f"after changes, {name}": value for name, value in figures.items()}
+    return compared.figures("after changes,")
 
 
 def _not_while_watched(pair: Pair, kept: Any, arguments: Mapping[str, Any]) -> None:
@@ -261,27 +244,29 @@ def _outputs_of_zeros(bench: Workbench, dtype: str, maximum: str) -> None:
         near_exact(expected, _outputs(pair.rewritten, arguments), maximum)
 
 
-def _leaves_of(model: Any) -> list[Any]:
-    """The modules with weights of their own, but those that another module shares."""
+def _leaves_of(model: Any) -> dict[str, Any]:
+    """The modules with weights of their own by name, but those that another module shares."""
     counts = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    leaves = [module for module in model.modules() if not list(module.children()) and list(module.parameters())]
-    leaves = [module for module in leaves if not is_added(module)]
-    return [module for module in leaves if all(counts[id(weight)] == 1 for weight in module.parameters())]
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if not list(module.children()) and list(module.parameters()) and not is_added(module)
+        if all(counts[id(weight)] == 1 for weight in module.parameters())
+    }
 
 
 def _replace_weights(model: Any) -> None:
     """Other parameters in place of those of every third module."""
     import torch
 
-    for module in _leaves_of(model)[::3]:
+    for module in list(_leaves_of(model).values())[::3]:
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, torch.nn.Parameter(parameter.detach() * 0.75, requires_grad=parameter.requires_grad))
 
 
 def _hook(model: Any) -> None:
     """A hook on a module in the middle, which changes what comes out."""
-    leaves = _leaves_of(model)
-    if leaves:
+    if leaves := list(_leaves_of(model).values()):
         leaves[len(leaves) // 2].register_forward_hook(_halved)
 
 
@@ -299,19 +284,13 @@ def _replace_module(model: Any) -> None:
     """A copy of a module with other weights in place of it."""
     import torch
 
-    leaves = _leaves_of(model)
-    if not leaves:
-        return
-    chosen = leaves[len(leaves) // 3]
-    for parent in model.modules():
-        for name, child in list(parent.named_children()):
-            if child is chosen:
-                other = copy.deepcopy(child)
-                with torch.no_grad():
-                    for parameter in other.parameters():
-                        parameter.mul_(1.5)
-                setattr(parent, name, other)
-                return
+    if leaves := list(_leaves_of(model).items()):
+        name, chosen = leaves[len(leaves) // 3]
+        other = copy.deepcopy(chosen)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(1.5)
+        model.set_submodule(name, other)
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 from hf_rewrite_runtime.cache.cache_argument import argument_of
 
 from ..judging.checks import CheckRun
-from ..judging.compare import Mismatch, NotRun
+from ..judging.compare import Mismatch
 from ..judging.low_precision_bound import compare
 from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.inputs import tokens
 from ..models.model_pair import Workbench, attempted, on_original
 from .caches import new_cache
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def compile_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
@@ -39,16 +35,11 @@ def _compiled(model: Any, backend: str) -> Any:
     return torch.compile(model, fullgraph=True, backend=backend, dynamic=False)
 
 
-def _require_original(bench: Workbench, error: Exception, model: Any, call: Any, backend: str) -> None:
+def _require_original(error: Exception, model: Any, call: Any, backend: str) -> NoReturn:
     """A graph break is only the rewrite's fault if the original compiles."""
     attempted(call, _compiled(model, backend))
-    raise Mismatch(
-        f"does not compile in one graph, the original does: {type(error).__name__}: {_short(error)}"
-    ) from error
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    said = " ".join(str(error).split())[:300]
+    raise Mismatch(f"does not compile in one graph, the original does: {type(error).__name__}: {said}") from error
 
 
 def _prefill(bench: Workbench, variant: Variant, backend: str) -> Mapping[str, Figure]:
@@ -57,37 +48,22 @@ def _prefill(bench: Workbench, variant: Variant, backend: str) -> Mapping[str, F
 
 def _in_16_bits(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """The same in the low precision, where an operator that promises fp32 to the compiler is found out."""
-    import torch
-
-    variant, dtype = variant.without_choice, bench.options.dtype
-    implementation, run = bench.implementations()[0], _prompts_read(bench, variant)
-    pair, exact = bench.pair(variant, implementation, dtype), bench.pair(variant, implementation, "float64")
-    truth, own = on_original(run, exact.original), on_original(run, pair.original)
-    run(pair.rewritten)  # as the original was: what a model does once, at its first call, is another graph
-    try:
-        found, _, _ = _counted(pair.rewritten, run, "aot_eager")
-    except Exception as error:  # torch.compile raises many kinds of error
-        _require_original(bench, error, pair.original, run, "aot_eager")
-        raise NotRun("unreachable") from error
-    return compare(truth, own, found, torch.finfo(getattr(torch, dtype)).eps, variant.routed)
-
-
-def _prompts(bench: Workbench, variant: Variant) -> list[Tensor]:
-    device = bench.options.device
-    return [tokens(bench.seed_for("compile", i), variant.vocab_size, 2, 12, device) for i in range(3)]
+    return _measure(bench, variant.without_choice, "aot_eager", _prompts_read(bench, variant), bench.options.dtype)
 
 
 def _prompts_read(bench: Workbench, variant: Variant) -> Callable[[Any], dict[str, Any]]:
     """Return what computes the logits of prompts, without a cache where the original can be told so."""
-    without = {"use_cache": False} if bench.subject.may_be_given("use_cache") else {}
-    return partial(_read, _prompts(bench, variant), without)
-
-
-def _read(prompts: Sequence[Tensor], without: Mapping[str, bool], model: Any) -> dict[str, Any]:
     import torch
 
-    with torch.no_grad():
-        return {f"logits#{i}": model(input_ids=ids, **without)[0].clone() for i, ids in enumerate(prompts)}
+    device = bench.options.device
+    prompts = [tokens(bench.seed_for("compile", i), variant.vocab_size, 2, 12, device) for i in range(3)]
+    without = {"use_cache": False} if bench.subject.may_be_given("use_cache") else {}
+
+    def run(model: Any) -> dict[str, Any]:
+        with torch.no_grad():
+            return {f"logits#{i}": model(input_ids=ids, **without)[0].clone() for i, ids in enumerate(prompts)}
+
+    return run
 
 
 def _decode(bench: Workbench, variant: Variant, backend: str) -> Mapping[str, Figure]:
@@ -128,12 +104,14 @@ def _counted(model: Any, run: Any, backend: str) -> tuple[Any, int, int]:
     return found, breaks, graphs
 
 
-def _measure(bench: Workbench, variant: Variant, backend: str, run: Any) -> Mapping[str, Figure]:
+def _measure(
+    bench: Workbench, variant: Variant, backend: str, run: Any, dtype: str = "float32"
+) -> Mapping[str, Figure]:
     import torch
     from torch._dynamo.utils import counters
 
     implementation = bench.implementations()[0]
-    pair, exact = bench.pair(variant, implementation, "float32"), bench.pair(variant, implementation, "float64")
+    pair, exact = (bench.pair(variant, implementation, one) for one in (dtype, "float64"))
     truth, own = on_original(run, exact.original), on_original(run, pair.original)
     run(pair.rewritten)  # as the original was: what a model does once, at its first call, is another graph
     if backend == "inductor":  # it contracts and reorders: the yardstick is the original as inductor compiles it
@@ -141,8 +119,7 @@ def _measure(bench: Workbench, variant: Variant, backend: str, run: Any) -> Mapp
     try:
         found, breaks, graphs = _counted(pair.rewritten, run, backend)
     except Exception as error:  # torch.compile raises many kinds of error
-        _require_original(bench, error, pair.original, run, backend)
-        raise NotRun("unreachable") from error
+        _require_original(error, pair.original, run, backend)
     figures: dict[str, Figure] = {"graph breaks": breaks, "graphs": graphs}
     if breaks:
         raise Mismatch(f"{breaks} graph breaks: {next(iter(counters['graph_break']))}", figures)
@@ -150,5 +127,4 @@ def _measure(bench: Workbench, variant: Variant, backend: str, run: Any) -> Mapp
         figures["original graphs"] = theirs = attempted(_counted, pair.original, run, backend)[2]
         if graphs > theirs:
             raise Mismatch(f"{graphs} graphs were compiled for one shape, {theirs} of the original", figures)
-    eps = torch.finfo(torch.float32).eps
-    return figures | compare(truth, own, found, eps, variant.routed)
+    return figures | compare(truth, own, found, torch.finfo(getattr(torch, dtype)).eps, variant.routed)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..judging.checks import CheckRun
-from ..judging.compare import Mismatch, NotRun, Observations, Triple, finite, join, near_exact, same_names
+from ..judging.compare import NotRun, Observations, Triple, about, finite, join, near_exact, same_names
 from ..judging.fp32_free_reference import unrounded
 from ..judging.low_precision_bound import Runs, compare_draws
 from ..judging.verdict import Figure
@@ -168,7 +168,8 @@ def _low(bench: Workbench, variant: Variant, implementation: str, dtype: str) ->
     variant = variant.without_choice
 
     def draw(number: int) -> Runs:
-        truth, original, rewritten = [], [], []
+        truth: dict[str, Any] = {}
+        original, rewritten = dict(truth), dict(truth)
         for scenario in SCENARIOS:
             setting = setting_for(bench, variant, scenario, -1 - number)
             try:
@@ -183,14 +184,14 @@ def _low(bench: Workbench, variant: Variant, implementation: str, dtype: str) ->
                     expected = _truth_in_fp32(bench, variant, implementation, dtype, scenario, setting)
             except NotRun:
                 continue  # the fp64 check of this scenario reports the reason
-            new = _named(scenario, low, setting)
+            with about(scenario.name):
+                new = run_scenario(low.rewritten, scenario, setting)
             same_names(own, new)
-            truth.append(_prefixed(scenario, expected))
-            original.append(_prefixed(scenario, own))
-            rewritten.append(_prefixed(scenario, new))
+            for side, outputs in ((truth, expected), (original, own), (rewritten, new)):
+                side |= {f"{scenario.name}: {name}": value for name, value in outputs.items()}
         if not truth:
             raise NotRun("no scenario runs on the original in this dtype")
-        return Runs(_merged(truth), _merged(original), _merged(rewritten))
+        return Runs(truth, original, rewritten)
 
     return partial(compare_draws, draw, eps, variant.routed)
 
@@ -208,18 +209,3 @@ def _truth_in_fp32(
     if dtype == "float32":
         raise NotRun("the original's fp64 run is not finite")
     return on_original(run_scenario, bench.pair(variant, implementation, "float32").original, scenario, setting)
-
-
-def _named(scenario: Scenario, pair: Pair, setting: Setting) -> Observations:
-    try:
-        return run_scenario(pair.rewritten, scenario, setting)
-    except Mismatch as error:
-        raise Mismatch(f"{scenario.name}: {error}", error.figures) from error
-
-
-def _prefixed(scenario: Scenario, observations: Observations) -> dict[str, Any]:
-    return {f"{scenario.name}: {name}": value for name, value in observations.items()}
-
-
-def _merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: tensor for run in runs for name, tensor in run.items()}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hf_rewrite_runtime.cache.cache_argument import argument_of, given_back
 
 from ..judging.checks import CheckRun
-from ..judging.compare import Mismatch, NotRun, Observations, finite, require_same_dtypes, same_names
+from ..judging.compare import Mismatch, NotRun, Observations, about, finite, require_same_dtypes, same_names
 from ..judging.fp32_free_reference import unrounded
 from ..judging.low_precision_bound import Runs, compare_draws
 from ..judging.verdict import Figure
@@ -125,11 +125,8 @@ LONG = Scenario("long rows", _row)
 
 def many_experts(variant: Variant) -> Variant | None:
     """The variant with as many experts as large models have; None where tokens are not routed."""
-    config = copy.deepcopy(variant.config)
-    found = [name for name in EXPERT_FIELDS if (getattr(config, name, None) or 0) > 1]
-    for name in found:
-        setattr(config, name, EXPERTS)
-    return replace(variant, name="many experts", config=config) if found else None
+    found = [name for name in EXPERT_FIELDS if (getattr(variant.config, name, None) or 0) > 1]
+    return variant.changed(dict.fromkeys(found, EXPERTS), "many experts") if found else None
 
 
 def _wide_heads(bench: Workbench, variant: Variant, implementation: str) -> Mapping[str, Figure]:
@@ -185,14 +182,11 @@ def _largest(bench: Workbench, model: Any, watch: bool = True) -> tuple[float, b
         values = everything(output).values()
         found.extend(float(value.abs().amax()) for value in values if value.is_floating_point() and value.numel())
 
-    handles = [module.register_forward_hook(seen) for module in model.modules()] if watch else []
     given = make(bench.base.inputs, model.config, 2, bench.seed_for("beyond"), model.dtype)
-    try:
-        with torch.no_grad():
-            out = model(**{name: value.to(bench.options.device) for name, value in given.items()})
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for module in model.modules() if watch else ():
+            hooks.enter_context(module.register_forward_hook(seen))
+        out = model(**{name: value.to(bench.options.device) for name, value in given.items()})
     return max(found), finite({name: value for name, value in everything(out).items() if value.is_floating_point()})
 
 
@@ -213,13 +207,11 @@ def modules_alone(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str
                 first = modules.runs(name, scale, 0)
             except NotRun:
                 continue  # a module that does not run alone on the original is compared with the whole
-            try:
+            with about(f"{name}, inputs × {scale:g}"):
                 for names in _by_themselves(first.original):
                     draw = partial(modules.draw, name, scale, first.only(names))
                     figures = compare_draws(draw, eps, modules.routes(name))
                     worst = max(worst, float(figures.get("rms ratio", 0.0)))
-            except Mismatch as error:
-                raise Mismatch(f"{name}, inputs × {scale:g}: {error}", error.figures) from error
             done += 1
     if not done:
         raise NotRun("no module of the original runs by itself")
@@ -294,22 +286,18 @@ def inputs_of(model: Any, bench: Workbench, variant: Variant, number: int = 0) -
     found: dict[str, tuple[Any, Any]] = {}
     own = type(model).__module__
     kinds = {_kind(module): name for name, module in model.named_modules() if name and type(module).__module__ == own}
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda module, arguments, keywords, name=name: (found.setdefault(name, (arguments, keywords)), None)[1],
-            with_kwargs=True,
-        )
-        for name in kinds.values()
-    ]
+
+    def note(name: str, module: Any, arguments: Any, keywords: Any) -> None:
+        found.setdefault(name, (arguments, keywords))
+
     seed = bench.seed_for(variant.name, "modules", *([number] if number else []))
     setting = Setting(bench.subject, variant.vocab_size, bench.options.device, seed)
     arguments: dict[str, Any] = {"use_cache": False} if bench.subject.accepts("use_cache") else {}
-    try:
-        with torch.no_grad():
-            model(input_ids=setting.prompt(1, positions_of(model, TOKENS)).input_ids, **arguments)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for name in kinds.values():
+            module = model.get_submodule(name)
+            hooks.enter_context(module.register_forward_pre_hook(partial(note, name), with_kwargs=True))
+        model(input_ids=setting.prompt(1, positions_of(model, TOKENS)).input_ids, **arguments)
     return found
 
 
@@ -365,10 +353,6 @@ def _one(value: Any, scale: float) -> Any:
 
 def _cast(value: Any, old: Any, new: Any) -> Any:
     """Arguments with the tensors of one dtype in another."""
-    import torch
+    from torch.utils._pytree import tree_map
 
-    if isinstance(value, torch.Tensor):
-        return value.to(new) if value.dtype is old else value
-    if isinstance(value, dict):
-        return {name: _cast(part, old, new) for name, part in value.items()}
-    return type(value)(_cast(part, old, new) for part in value) if type(value) in (list, tuple) else value
+    return tree_map(lambda part: part.to(new) if getattr(part, "dtype", None) is old else part, value)

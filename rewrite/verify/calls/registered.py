@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..judging.checks import CheckRun
-from ..judging.compare import NotRun, Observations, near_exact
-from ..judging.fp32_free_reference import unrounded
+from ..judging.compare import NotRun, near_exact
 from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.inputs import Padding
-from ..models.model_pair import Workbench, on_original
+from ..models.model_pair import Workbench, on_original, unrounded_original
 from .observed import everything
 from .scenarios import Outputs, Setting, call
 
@@ -36,11 +33,7 @@ def registered_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
 
 def with_dropout(variant: Variant) -> Variant:
     """The variant with a dropout of attention weights, where its configuration has one."""
-    config = copy.deepcopy(variant.config)
-    for name in DROPOUTS:
-        if isinstance(getattr(config, name, None), float):
-            setattr(config, name, 0.25)
-    return replace(variant, config=config)
+    return variant.changed({name: 0.25 for name in DROPOUTS if isinstance(getattr(variant.config, name, None), float)})
 
 
 def _registered(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
@@ -50,11 +43,7 @@ def _registered(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     expected = on_original(calls_of, pair.original, setting)
     if not any(name.startswith("call 0") for name in expected):
         raise NotRun("the original calls no registered attention function")
-
-    def truth() -> Observations:
-        with unrounded():
-            return on_original(calls_of, pair.original, setting)
-
+    truth = unrounded_original(calls_of, pair.original, setting)
     return near_exact(expected, calls_of(pair.rewritten, setting), unrounded=truth)
 
 

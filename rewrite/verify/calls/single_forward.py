@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..judging.compare import Mismatch, NotRun, Observations, finite, join, near_exact
-from ..judging.fp32_free_reference import unrounded
 from ..judging.low_precision_bound import Runs, compare_draws
 from ..judging.verdict import Figure
 from ..models.inputs import Padding, seed_all
 from ..models.model_inputs import TEXT, make, tensors
-from ..models.model_pair import Workbench, on_original
+from ..models.model_pair import Workbench, on_original, unrounded_original
 
 if TYPE_CHECKING:
     import torch
@@ -48,12 +47,7 @@ def _in_dtype(bench: Workbench, implementation: str, dtype: str) -> dict[str, Fi
     rewritten = observe(pair.rewritten, bench, dtype)
     if dtype != "float64":
         return near_exact(original, rewritten, "fp32 max")
-
-    def truth() -> Observations:
-        with unrounded():
-            return on_original(observe, pair.original, bench, dtype)
-
-    return near_exact(original, rewritten, unrounded=truth)
+    return near_exact(original, rewritten, unrounded=unrounded_original(observe, pair.original, bench, dtype))
 
 
 def low_precision_alone(bench: Workbench) -> dict[str, Figure]:

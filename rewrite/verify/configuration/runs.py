@@ -13,7 +13,7 @@ from ..judging.compare import NotRun, equal
 from ..models.configs import Variant
 from ..models.inputs import Padding, seed_all
 from ..models.model_inputs import TEXT, make, tensors
-from ..models.model_pair import Workbench, build, on_original, randomise
+from ..models.model_pair import Workbench, build, gradients_of, on_original, randomise
 from .values import Variation, changed
 
 if TYPE_CHECKING:
@@ -164,17 +164,7 @@ class Runs:
         if isinstance(total, float):
             return {}
         total.backward()
-        found = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return _significant(found) | {f"with gradients: {name}": value.detach() for name, value in outputs.items()}
-
-
-def _significant(gradients: Outputs) -> Outputs:
-    """Gradients without those that are zero in exact arithmetic."""
-    from ..judging.tolerances import bound
-
-    sizes = {name: float(value.abs().max()) if value.numel() else 0.0 for name, value in gradients.items()}
-    smallest = bound("gradient zero") * max(sizes.values(), default=0.0)
-    return {name: value for name, value in gradients.items() if not sizes[name] <= smallest}
+        return gradients_of(model) | {f"with gradients: {name}": value.detach() for name, value in outputs.items()}
 
 
 def _floating(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..judging.checks import CheckRun
-from ..judging.compare import Mismatch, NotRun
+from ..judging.compare import Mismatch, NotRun, about
 from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.model_pair import Pair, Workbench, on_original
-from .loop_checks import LONGER, NEW, SWITCH, Package, batch_of, fp32_noise, generate, loop_pair, needless, same_text
+from .loop_checks import LONGER, NEW, SWITCH, Loop, batch_of, fp32_noise, loop_pair, needless
 from .step_checks import counted_steps
 from .texts import Generated, near_tie
 
@@ -71,25 +71,23 @@ def turn_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
 
 def _looked_up(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """Steps of several tokens, in a text that repeats itself, write what single tokens do; and once more, reused."""
-    package = Package.of(bench.subject.rewritten)
-    batch = batch_of(bench, variant, 1, 11, "looked up")
-    batch = replace(batch, input_ids=batch.input_ids.repeat(1, 3))
-    looked_up = {"do_sample": False, "prompt_lookup_num_tokens": 4}
+    looked_up: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
     for scale in EMBEDDED:
-        pair = loop_pair(bench, variant, "float32")
-        _embed_larger(pair, scale)
-        on_original(generate, pair.original, batch, LONGER, 0, **looked_up)  # some models do not take it
-        original = on_original(generate, pair.original, batch, LONGER, 0, do_sample=False, disable_compile=True)
+        loop = Loop(bench, variant, 1, 11, "looked up")
+        loop.batch = replace(loop.batch, input_ids=loop.batch.input_ids.repeat(1, 3))
+        _embed_larger(loop.pair, scale)
+        loop.original(LONGER, **looked_up)  # some models do not take it
+        original = loop.original(LONGER)
         repeats = _repeats_itself(original.tokens[0].tolist())
         if repeats:
             break
     figures: dict[str, Figure] = {}
     for _ in range(2):
         try:
-            with package.taken(pair.rewritten), counted_steps(package.call.StepCall) as steps:
-                rewritten = generate(pair.rewritten, batch, LONGER, 0, **looked_up)
+            with counted_steps(loop.package.call.StepCall) as steps:
+                rewritten = loop.rewritten(LONGER, **looked_up)
         except NotRun as reason:
-            needless(bench, pair.original, lambda model: generate(model, batch, LONGER, 0, **looked_up), reason)
+            loop.needless(reason, LONGER, **looked_up)
             raise
         figures = near_tie(original, rewritten, fp32_noise(original.logits))
         if repeats and not figures["rows that diverge"] and 2 * len(steps) > LONGER:
@@ -104,15 +102,14 @@ def _looked_up_by_row(bench: Workbench, variant: Variant) -> Mapping[str, Figure
     """
     import torch
 
-    package = Package.of(bench.subject.rewritten)
-    batch = batch_of(bench, variant, 3, 11, "rows looked up")
-    pair = loop_pair(bench, variant, "float32")
+    loop = Loop(bench, variant, 3, 11, "rows looked up")
+    pair, package, batch = loop.pair, loop.package, loop.batch
     _embed_larger(pair, EMBEDDED[0])
-    begun = on_original(generate, pair.original, batch, 11, 0, do_sample=False, disable_compile=True)
+    begun = loop.original(11)
     more = torch.cat([begun.tokens[:2], batch.input_ids[2:]])
     mask = None if batch.mask is None else torch.cat([batch.mask, torch.ones_like(batch.mask)], dim=1)
     batch = replace(batch, input_ids=torch.cat([batch.input_ids, more], dim=1), mask=mask)
-    original = on_original(generate, pair.original, batch, LONGER, 0, do_sample=False, disable_compile=True)
+    original = loop.on(batch).original(LONGER)
 
     def run(model: Any) -> Tensor:
         given = {"attention_mask": batch.mask} if batch.mask is not None else {}
@@ -152,43 +149,34 @@ def _repeats_itself(tokens: list[int]) -> bool:
 
 def _reused(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """A text, another one of another shape, and the first again; each as a new model gives it."""
-    pair = loop_pair(bench, variant, "float32")
-    package = Package.of(bench.subject.rewritten)
-    batches = [batch_of(bench, variant, rows, length, f"reused {rows}") for rows, length in ((2, 11), (4, 30), (1, 7))]
-    counts = 0
-    for batch in (batches[0], batches[1], batches[0], batches[2], batches[1], batches[0]):
-        with package.taken(pair.rewritten):
-            same_text(bench, variant, pair, batch)
-        counts += 1
-    return {"texts": counts}
+    loop = Loop(bench, variant, 2, 11, "reused 2")
+    batches = [loop.batch, *(batch_of(bench, variant, *size, f"reused {size[0]}") for size in ((4, 30), (1, 7)))]
+    order = (0, 1, 0, 2, 1, 0)
+    for number in order:
+        loop.on(batches[number]).same_text()
+    return {"texts": len(order)}
 
 
 def _two_models(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """Two models of one class with different weights, in turn."""
-    pairs = [loop_pair(bench, variant, "float32") for number in range(2)]
-    for model in (pairs[1].original, pairs[1].rewritten):
+    loops = [Loop(bench, variant, 2, 11, "two models") for _ in range(2)]
+    for model in (loops[1].pair.original, loops[1].pair.rewritten):
         _change(model)
-    package = Package.of(bench.subject.rewritten)
-    batch = batch_of(bench, variant, 2, 11, "two models")
     for number in (0, 1, 0, 1):
-        with package.taken(pairs[number].rewritten):
-            same_text(bench, variant, pairs[number], batch)
+        loops[number].same_text()
     return {"texts": 4}
 
 
 def _changed_weights(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """New values in the same memory, then the same values in new memory: neither may leave an old one in use."""
-    pair = loop_pair(bench, variant, "float32")
-    package = Package.of(bench.subject.rewritten)
-    batch = batch_of(bench, variant, 2, 11, "changed")
+    loop = Loop(bench, variant, 2, 11, "changed")
     graphs: list[Any] = []
     for change in (None, _change, _move):
         if change is not None:
-            for model in (pair.original, pair.rewritten):
+            for model in (loop.pair.original, loop.pair.rewritten):
                 change(model)
-        with package.taken(pair.rewritten):
-            same_text(bench, variant, pair, batch)
-        graphs += package.store.store_of(pair.rewritten).graphs.values()
+        loop.same_text()
+        graphs += loop.package.store.store_of(loop.pair.rewritten).graphs.values()
     if graphs[-1] is graphs[0]:
         raise Mismatch("a graph that reads weights where they were is kept where they have moved")
     return {"texts": 3}
@@ -216,18 +204,15 @@ def _move(model: Any) -> None:
 
 def _other_settings(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """Texts of one shape with other settings each: what a step was made for is not taken for another one."""
-    pair = loop_pair(bench, variant, "float32")
-    batch = batch_of(bench, variant, 2, 11, "settings")
+    loop = Loop(bench, variant, 2, 11, "settings")
     for number, given in enumerate(SETTINGS):
-        settings = {"do_sample": False, **given}
+        settings = {**given}
         if added := settings.pop("added", None):
             settings["logits_processor"] = [_adding()(added)]
-        original = on_original(generate, pair.original, batch, NEW, number, disable_compile=True, **settings)
-        rewritten = generate(pair.rewritten, batch, NEW, number, **settings)
-        try:
+        original = loop.original(seed=number, **settings)
+        rewritten = loop.rewritten(seed=number, own_loop=False, **settings)
+        with about(f"with {dict(given)}"):
             near_tie(original, rewritten, fp32_noise(original.logits))
-        except Mismatch as mismatch:
-            raise Mismatch(f"with {dict(given)}: {mismatch}", mismatch.figures) from mismatch
     return {"calls": len(SETTINGS)}
 
 
@@ -291,12 +276,11 @@ def _outputs(model: Any, batch: Any, given: Mapping[str, Any]) -> tuple[Generate
 
 def _own_class(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """A class of the user's own that prepares its steps in another way is obeyed."""
-    pair = loop_pair(bench, variant, "float32")
-    for model in (pair.original, pair.rewritten):
+    loop = Loop(bench, variant, 2, 11, "own class")
+    for model in (loop.pair.original, loop.pair.rewritten):
         _prepares_others(model, variant.vocab_size)
-    batch = batch_of(bench, variant, 2, 11, "own class")
     for _ in range(2):
-        same_text(bench, variant, pair, batch)
+        loop.same_text(own_loop=False)
     return {"texts": 2}
 
 

@@ -5,26 +5,25 @@ Nothing is called a win whose interval includes 1. On a CPU the figures are repo
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from rewrite.measure.limits import weight_bytes
+from rewrite.measure import timing
+from rewrite.measure.limits import bandwidths, weight_bytes
+from rewrite.measure.profiling import kernels
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
 from ..judging.tolerances import bound
 from ..judging.verdict import Figure
 from ..models.configs import Variant
-from ..models.device import kernels_per_token, memory_bandwidth, peak_memory, stopwatch
 from ..models.inputs import positions_of, tokens
 from ..models.model_inputs import TEXT, make, vocabulary
-from ..models.model_pair import Pair, Workbench, on_original
+from ..models.model_pair import Pair, Workbench, attempted, build, on_original
 from ..models.real_shapes import shaped_variant
 
-RESAMPLES = 2000
 SHORT = 8
 """Tokens of the generation whose time is taken off."""
 LONGEST = 32 + SHORT
@@ -43,51 +42,25 @@ class Plan:
 
 @dataclass(frozen=True)
 class Samples:
-    """Times in ms, one per repeat, of each side: by the wall clock, and between events on the current stream.
-
-    The wall clock between device-wide synchronisations decides; work moved to another stream shows as a gap.
-    """
+    """Times in ms, one per repeat, of each side, between device-wide synchronisations."""
 
     original: Sequence[float]
     rewritten: Sequence[float]
-    original_events: Sequence[float] = ()
-    rewritten_events: Sequence[float] = ()
 
     @property
     def figures(self) -> dict[str, Figure]:
         """Medians, 95th percentiles, and the speed-up with its 95% bootstrap interval."""
-        low, high = bootstrap_ratio(self.original, self.rewritten)
-        events: dict[str, Figure] = {}
-        if any(self.rewritten_events):
-            events["original ms by events"] = median(self.original_events)
-            events["rewritten ms by events"] = median(self.rewritten_events)
-        return events | {
+        ratio = timing.ratio(self.original, self.rewritten)
+        return {
             "original ms": median(self.original),
             "rewritten ms": median(self.rewritten),
-            "original p95 ms": percentile(self.original, 0.95),
-            "rewritten p95 ms": percentile(self.rewritten, 0.95),
-            "speed-up": median(self.original) / median(self.rewritten),
-            "interval low": low,
-            "interval high": high,
+            "original p95 ms": timing.percentile(self.original, 0.95),
+            "rewritten p95 ms": timing.percentile(self.rewritten, 0.95),
+            "speed-up": ratio["value"],
+            "interval low": ratio["low"],
+            "interval high": ratio["high"],
             "repeats": len(self.original),
         }
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the values lie, by the nearest rank."""
-    ranked = sorted(values)
-    return ranked[min(len(ranked) - 1, int(share * len(ranked)))]
-
-
-def bootstrap_ratio(original: Sequence[float], rewritten: Sequence[float]) -> tuple[float, float]:
-    """The 95% interval of median(original) / median(rewritten) over resampled pairs of neighbours in time."""
-    generator = random.Random(0)
-    pairs = list(zip(original, rewritten, strict=True))
-    ratios = []
-    for _ in range(RESAMPLES):
-        drawn = generator.choices(pairs, k=len(pairs))
-        ratios.append(median(pair[0] for pair in drawn) / median(pair[1] for pair in drawn))
-    return percentile(ratios, 0.025), percentile(ratios, 0.975)
 
 
 def outcome(low: float, high: float, device: str) -> str:
@@ -192,57 +165,59 @@ class _Stage:
 
     def _interleaved(self, call: Callable[[Any, Any], Any], made: Callable[[int], Any]) -> Samples:
         pair = self.pair()
-        walls: tuple[list[float], list[float]] = ([], [])
-        events: tuple[list[float], list[float]] = ([], [])
-        for repeat in range(-self.plan.warmup, self.plan.repeats):
+
+        def timed(model: Any, repeat: int) -> float:
             given = made(repeat)
-            sides = [(0, pair.original), (1, pair.rewritten)]
-            # the original first until both are warm: what it cannot do is no fault of the rewritten file
-            for side, model in sides if repeat < 0 or repeat % 2 else reversed(sides):
-                timed = on_original if side == 0 else _directly
-                wall, event = timed(stopwatch, self.device, call, model, given)
-                if repeat >= 0:
-                    walls[side].append(wall)
-                    events[side].append(event)
-        return Samples(*walls, *events)
+            return timing.wall_ms(self.device, lambda: call(model, given))
+
+        for repeat in range(-self.plan.warmup, 0):  # what the original cannot do is no fault of the rewritten file
+            on_original(timed, pair.original, repeat)
+            timed(pair.rewritten, repeat)
+        sides = {  # unwatched: `on_original` asks a CPU before each operator on a GPU
+            "original": lambda repeat: attempted(timed, pair.original, repeat),
+            "rewritten": lambda repeat: timed(pair.rewritten, repeat),
+        }
+        return Samples(**timing.interleaved(sides, (self.plan.repeats, self.plan.repeats), 0.0))
 
     def roofline(self) -> Mapping[str, Figure]:
         if self._decode_ms is None:
             raise NotRun("decode was not measured")
         pair = self.pair()
-        bandwidth = memory_bandwidth(self.device)
+        bandwidth = bandwidths(self.device)["read"]
         limit_ms = weight_bytes(pair.original) / bandwidth * 1e3
-        run = lambda model, new: greedy(model, self._ids(0), new)
-        original, rewritten = (kernels_per_token(run, model) for model in (pair.original, pair.rewritten))
-        layers = int(pair.original.config.get_text_config().num_hidden_layers)
-        return {
-            "bandwidth GB/s": bandwidth / 1e9,
-            "memory limit ms": limit_ms,
-            "original share": limit_ms / self._decode_ms[0],
-            "rewritten share": limit_ms / self._decode_ms[1],
-            "original kernels per token": original[0],
-            "rewritten kernels per token": rewritten[0],
-            "original copies a layer": copies_a_layer(original[1], layers),
-            "rewritten copies a layer": copies_a_layer(rewritten[1], layers),
-        }
+        figures: dict[str, Figure] = {"bandwidth GB/s": bandwidth / 1e9, "memory limit ms": limit_ms}
+        for side, model, ms in zip(vars(pair), vars(pair).values(), self._decode_ms, strict=True):
+            figures[f"{side} share"] = limit_ms / ms
+            figures[f"{side} kernels per token"] = kernels(_Generating(model), self._ids(0))["kernels_per_token"]
+        return figures
 
     def memory(self) -> Mapping[str, Figure]:
-        pair = self.pair()
-        run = lambda model: greedy(model, self._ids(0), self.plan.new)
-        return {
-            "original peak MiB": peak_memory(self.device, run, pair.original) / 2**20,
-            "rewritten peak MiB": peak_memory(self.device, run, pair.rewritten) / 2**20,
-        }
+        """Bytes allocated at the peak of a generation, above what was allocated before it."""
+        import torch
+
+        figures: dict[str, Figure] = {}
+        for side, model in vars(self.pair()).items():
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            greedy(model, self._ids(0), self.plan.new)
+            torch.cuda.synchronize(self.device)
+            figures[f"{side} peak MiB"] = (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
+        return figures
 
 
-def copies_a_layer(per_token: Mapping[str, float], layers: int) -> str:
-    """The copies of a token that each layer makes, by the name of the kernel; what runs once a token is left out."""
-    rows = [f"{count / layers:g} × {name[:80]}" for name, count in per_token.items() if count >= layers / 2]
-    return ", ".join(rows) or "none"
+@dataclass
+class _Generating:
+    """A side as `rewrite.measure.profiling` counts its kernels: in generations of 9 and of 25 tokens."""
 
+    model: Any
+    name: str = ""
+    short: int = 9
+    steps: int = 16
 
-def _directly(call: Callable[..., Any], *arguments: Any) -> Any:
-    return call(*arguments)
+    def generate(self, prompt: Any, new: int, mask: Any = None) -> Any:
+        return greedy(self.model, prompt, new)
 
 
 def greedy(model: Any, ids: Any, new: int) -> Any:
@@ -256,8 +231,6 @@ def greedy(model: Any, ids: Any, new: int) -> Any:
 def large_pair(bench: Workbench, variant: Variant) -> Pair:
     """Both models of a real shape on the device, with equal weights; the original's are drawn there."""
     import torch
-
-    from ..models.model_pair import build
 
     arguments = (variant, bench.implementations()[0], bench.options.dtype, bench.options.device)
     torch.manual_seed(bench.seed_for("large"))

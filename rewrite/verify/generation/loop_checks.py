@@ -12,7 +12,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from ..models.inputs import Batch, prompt
 from ..models.model_pair import Pair, Workbench, comparable, lent, on_original
 from . import texts
 from .poison import poison, poison_for, reads_padding
-from .texts import Sink, near_tie, noise_of
+from .texts import Generated, Sink, near_tie, noise_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,11 +40,11 @@ MARK = "_within_window"
 PADS = "_takes_padding"
 """Set to False on a class, the loop runs for rows without padding."""
 WIDE = 128
-LOOP = re.compile(r"\.decode\.generation$")
+LOOP = re.compile(r"\.generate\.generation$")
 """Where the loop is in a runtime, installed or vendored."""
 PARTS = (
-    "core.backend", "device.graph_capture", "decode.step_graph", "decode.graph_cache", "decode.validation", "decode.step_buffers",
-    "decode.step_call",
+    "core.backend", "device.graph_capture", "decode.step_graph", "decode.graph_cache", "decode.validation",
+    "decode.step_buffers", "decode.step_call",
 )  # fmt: skip
 NEW, LONGER = 16, 40
 generate = partial(texts.generate, use_cache=True)
@@ -158,11 +158,11 @@ def loop_pair(bench: Workbench, variant: Variant, dtype: str) -> Pair:
 
 def _with_wide_window(variant: Variant) -> Variant:
     """The variant with a window that holds every text that is asked for: no longer one is taken by the loop."""
-    config = copy.deepcopy(variant.config)
-    for part in (config, config.get_text_config(decoder=True)):
+    wide = variant.changed({})
+    for part in (wide.config, wide.config.get_text_config(decoder=True)):
         if isinstance(getattr(part, "sliding_window", None), int):
             part.sliding_window = WIDE
-    return replace(variant, config=config)
+    return wide
 
 
 def needless(bench: Workbench, original: Any, run: Callable[[Any], object], reason: NotRun) -> None:
@@ -198,23 +198,59 @@ def batch_of(bench: Workbench, variant: Variant, rows: int, length: int, name: s
     return prompt(seed, variant.vocab_size, rows, length, padded, bench.options.device)  # type: ignore[arg-type]
 
 
+class Loop:
+    """A new pair of models, of which the rewritten one takes its loop, and a prompt of `batch_of` for both."""
+
+    def __init__(self, bench: Workbench, variant: Variant, rows: int, length: int, name: str, dtype: str = "float32"):
+        self.bench, self.pair = bench, loop_pair(bench, variant, dtype)
+        self.package = Package.of(bench.subject.rewritten)
+        self.batch = batch_of(bench, variant, rows, length, name)
+
+    def on(self, batch: Batch) -> Loop:
+        """The same models with another prompt."""
+        other = copy.copy(self)
+        other.batch = batch
+        return other
+
+    def original(self, new: int = NEW, seed: int = 0, **settings: Any) -> Generated:
+        """What the original writes by its own loop."""
+        settings = {"do_sample": False, "disable_compile": True, **settings}
+        return on_original(generate, self.pair.original, self.batch, new, seed, **settings)
+
+    def rewritten(self, new: int = NEW, seed: int = 0, own_loop: bool = True, **settings: Any) -> Generated:
+        """What the rewritten model writes, in its own loop where that is asked for.
+
+        Raises:
+            NotRun: the original's loop ran; the message says why.
+        """
+        with self.package.taken(self.pair.rewritten) if own_loop else contextlib.nullcontext():
+            return generate(self.pair.rewritten, self.batch, new, seed, **{"do_sample": False, **settings})
+
+    def needless(self, reason: NotRun, new: int, **settings: Any) -> None:
+        """Raise `Mismatch` where this version's loop takes a call on the original that the package's loop left."""
+        run = lambda model: generate(model, self.batch, new, 0, **{"do_sample": False, **settings})
+        needless(self.bench, self.pair.original, run, reason)
+
+    def same_text(self, **settings: Any) -> None:
+        """Raise `Mismatch` unless both sides write the same, near-ties aside."""
+        original = self.original()
+        near_tie(original, self.rewritten(**settings), fp32_noise(original.logits))
+
+
 def _runs(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """One plain `generate()`: a class that has the loop takes it, unless the model itself is found not to suit it.
 
     Raises:
         Mismatch: it does not; the message says why.
     """
-    pair = loop_pair(bench, variant, "float32")
-    package = Package.of(bench.subject.rewritten)
-    batch = batch_of(bench, variant, 1, 9, "runs")
-    on_original(generate, pair.original, batch, 3, 0, do_sample=False, disable_compile=True)
+    loop = Loop(bench, variant, 1, 9, "runs")
+    loop.original(3)
     try:
-        with package.taken(pair.rewritten):
-            generate(pair.rewritten, batch, 3, 0, do_sample=False)
+        loop.rewritten(3)
     except NotRun as reason:
-        refused = {why for operator, why in package.backend.fallbacks() if operator == "generate"}
+        refused = {why for operator, why in loop.package.backend.fallbacks() if operator == "generate"}
         if refused <= TRIED:
-            needless(bench, pair.original, lambda model: generate(model, batch, 3, 0, do_sample=False), reason)
+            loop.needless(reason, 3)
             raise
         raise Mismatch(f"the class has the decode loop, and it does not run: {reason}") from reason
     return {"tokens": 3}
@@ -222,18 +258,14 @@ def _runs(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
 
 def _greedy(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str, Figure]:
     """Several batch sizes and lengths one after another on one model, each with left padding."""
-    pair = loop_pair(bench, variant, dtype)
-    package = Package.of(bench.subject.rewritten)
-    batches = [batch_of(bench, variant, rows, length, f"greedy {rows}") for rows, length in ((1, 9), (3, 14), (8, 24))]
-    settings = {"do_sample": False, "disable_compile": True}
-    originals = [on_original(generate, pair.original, batch, LONGER, 0, **settings) for batch in batches]
+    loop = Loop(bench, variant, 1, 9, "greedy 1", dtype)
+    batches = [loop.batch, *(batch_of(bench, variant, *size, f"greedy {size[0]}") for size in ((3, 14), (8, 24)))]
+    originals = [loop.on(batch).original(LONGER) for batch in batches]
     # One row is too few to know the noise by, above all where a rounding sends a token to another expert.
     noise = max(on_original(noise_of, bench, variant, dtype, *both) for both in zip(batches, originals, strict=True))
     figures: dict[str, Figure] = {}
     for batch, original in zip(batches, originals, strict=True):
-        with package.taken(pair.rewritten):
-            rewritten = generate(pair.rewritten, batch, LONGER, 0, do_sample=False)
-        found = near_tie(original, rewritten, noise)
+        found = near_tie(original, loop.on(batch).rewritten(LONGER), noise)
         diverged = int(figures.get("rows that diverge", 0)) + int(found["rows that diverge"])
         figures = {**found, "rows": sum(len(one.input_ids) for one in batches), "rows that diverge": diverged}
     return figures
@@ -246,22 +278,21 @@ def _stepwise(bench: Workbench, variant: Variant, rows: int = 3) -> Mapping[str,
     """
     import torch
 
-    package = Package.of(bench.subject.rewritten)
     batch = batch_of(bench, variant, rows, 14, "stepwise")
     feed = batch_of(bench, variant, rows, NEW, "stepwise tokens").input_ids
     ids = torch.cat([batch.input_ids, feed], 1)
     mask = None if batch.mask is None else torch.cat([batch.mask, torch.ones_like(feed)], 1)
     for dtype in ("float64", "float32"):
-        pair = loop_pair(bench, variant, dtype)
+        loop = Loop(bench, variant, rows, 14, "stepwise", dtype)
+        pair = loop.pair
         expected = on_original(step_by_step, bench, pair.original, ids, mask, batch.input_ids.shape[1])[:, 1:]
         padded = on_original(_prompt_logits, pair.original, batch)  # NaN there may be out of a window's sight, or not
         if bool(expected.isfinite().all() and padded.isfinite().all()):
             break
     try:
-        with package.taken(pair.rewritten):
-            generate(pair.rewritten, batch, 3, 0, do_sample=False)
+        loop.rewritten(3)
     except NotRun as reason:
-        needless(bench, pair.original, lambda model: generate(model, batch, 3, 0, do_sample=False), reason)
+        loop.needless(reason, 3)
         raise
     padding = not on_original(reads_padding, bench, pair.original, batch)
     found = _steps(bench, pair.rewritten, batch, feed, padding)
@@ -337,13 +368,15 @@ def _prompt_logits(model: Any, batch: Batch) -> Tensor:
 
 def _sampled(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """The same draws; where logits differ by rounding, a draw at the edge of two tokens may rightly differ."""
-    pair = loop_pair(bench, variant, "float32")
-    package = Package.of(bench.subject.rewritten)
-    batch = batch_of(bench, variant, 8, 12, "sampled")
-    settings = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1}
-    original = on_original(generate, pair.original, batch, NEW, 11, **settings)
-    with package.taken(pair.rewritten):
-        rewritten = generate(pair.rewritten, batch, NEW, 11, **settings)
+    loop = Loop(bench, variant, 8, 12, "sampled")
+    settings: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_k": 40,
+        "top_p": 0.95,
+        "repetition_penalty": 1.1,
+    }
+    original, rewritten = loop.original(seed=11, **settings), loop.rewritten(seed=11, **settings)
     same = int((original.tokens == rewritten.tokens).all(1).sum())
     figures: dict[str, Figure] = {"rows": 8, "rows that are the same": same}
     if same < 6:
@@ -353,86 +386,51 @@ def _sampled(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
 
 def _ended(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """A row that ends by itself, and a streamer that gets every token of it."""
-    import torch
-
-    pair = loop_pair(bench, variant, "float32")
-    package = Package.of(bench.subject.rewritten)
-    batch = batch_of(bench, variant, 1, 10, "ended")
-    free = on_original(generate, pair.original, batch, NEW, 0, do_sample=False)
-    end = int(free.tokens[0, 9])
+    loop = Loop(bench, variant, 1, 10, "ended")
+    end = int(loop.original().tokens[0, 9])
     sinks = Sink(), Sink()
-    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": end, "pad_token_id": 0}
-    original = on_original(generate, pair.original, batch, NEW, 0, streamer=sinks[0], **settings)
-    with package.taken(pair.rewritten):
-        rewritten = generate(pair.rewritten, batch, NEW, 0, streamer=sinks[1], **settings)
-    if not torch.equal(original.tokens, rewritten.tokens):
-        raise Mismatch(f"with end token {end}: {rewritten.tokens.tolist()} instead of {original.tokens.tolist()}")
+    settings: dict[str, Any] = {"eos_token_id": end, "pad_token_id": 0}
+    original = loop.original(streamer=sinks[0], **settings).tokens
+    _require_same(original, loop.rewritten(streamer=sinks[1], **settings).tokens, f"with end token {end}: ")
     if sinks[0].tokens != sinks[1].tokens or not sinks[1].ended:
         raise Mismatch(f"the streamer got {sinks[1].tokens}, not {sinks[0].tokens}")
-    return {"steps": int(original.tokens.shape[1])}
+    return {"steps": int(original.shape[1])}
+
+
+def _require_same(original: Tensor, rewritten: Tensor, said: str = "") -> None:
+    import torch
+
+    if not torch.equal(original, rewritten):
+        raise Mismatch(f"{said}{rewritten.tolist()} instead of {original.tolist()}")
 
 
 def _rows_ended(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """A row that ends while others go on is padded from there."""
-    import torch
-
-    pair = loop_pair(bench, variant, "float32")
-    package = Package.of(bench.subject.rewritten)
-    batch = batch_of(bench, variant, 3, 10, "rows ended")
-    free = on_original(generate, pair.original, batch, NEW, 0, do_sample=False).tokens
+    loop = Loop(bench, variant, 3, 10, "rows ended")
+    free = loop.original().tokens
     ends = [int(token) for token in free[0] if not bool((free[1:] == token).any())]
     if not ends:
         raise NotRun("every token of one row is in another one too")
-    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": ends[len(ends) // 4], "pad_token_id": 3}
-    original = on_original(generate, pair.original, batch, NEW, 0, **settings).tokens
-    with package.taken(pair.rewritten):
-        rewritten = generate(pair.rewritten, batch, NEW, 0, **settings).tokens
-    if not torch.equal(original, rewritten):
-        raise Mismatch(f"{rewritten.tolist()} instead of {original.tolist()}")
+    settings: dict[str, Any] = {"eos_token_id": ends[len(ends) // 4], "pad_token_id": 3}
+    original = loop.original(**settings).tokens
+    _require_same(original, loop.rewritten(**settings).tokens)
     return {"steps": int(original.shape[1]), "padded": int((original[0] == 3).sum())}
 
 
 def _poisoned(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """Poison the slots of a running `generate()` that are not in use, whenever tokens arrive."""
-    pair = loop_pair(bench, variant, "float32")
-    package = Package.of(bench.subject.rewritten)
-    batch = batch_of(bench, variant, 3, 14, "poisoned")
-    padding = not on_original(reads_padding, bench, pair.original, batch)
+    loop = Loop(bench, variant, 3, 14, "poisoned")
+    model = loop.pair.rewritten
+    padding = not on_original(reads_padding, bench, loop.pair.original, loop.batch)
 
     def spoil() -> None:
-        for graph in package.store.store_of(pair.rewritten).graphs.values():
+        for graph in loop.package.store.store_of(model).graphs.values():
             if graph.cache.buffers and graph.cache.length:
-                poison(graph, poison_for(pair.rewritten), padding)
+                poison(graph, poison_for(model), padding)
 
-    streamer = _Spoiler(spoil)
-    with package.taken(pair.rewritten):
-        same_text(bench, variant, pair, batch, streamer=streamer)
+    streamer = Sink(spoil)
+    loop.same_text(streamer=streamer)
     return {"times": streamer.times}
-
-
-class _Spoiler:
-    """A streamer that does something whenever tokens arrive."""
-
-    def __init__(self, act: Callable[[], None]):
-        self.act, self.times = act, 0
-
-    def put(self, value: Tensor) -> None:
-        """The prompt, then the tokens of each step."""
-        self.times += 1
-        self.act()
-
-    def end(self) -> None:
-        """Nothing is left to do."""
-
-
-def same_text(bench: Workbench, variant: Variant, pair: Pair, batch: Batch, streamer: Any = None) -> None:
-    """Raise `Mismatch` unless both sides write the same, near-ties aside."""
-    settings: dict[str, Any] = {"do_sample": False}
-    original = on_original(generate, pair.original, batch, NEW, 0, disable_compile=True, **settings)
-    if streamer is not None:
-        settings["streamer"] = streamer
-    rewritten = generate(pair.rewritten, batch, NEW, 0, **settings)
-    near_tie(original, rewritten, fp32_noise(original.logits))
 
 
 def fp32_noise(logits: Tensor) -> float:

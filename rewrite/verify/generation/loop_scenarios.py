@@ -16,7 +16,7 @@ from hf_rewrite_runtime.cache.cache_argument import asked_with, given_back
 from ..calls.caches import own_cache_class
 from ..calls.observed import everything
 from ..judging.checks import CheckRun
-from ..judging.compare import Mismatch, NotRun, Observations, near_exact
+from ..judging.compare import Mismatch, NotRun, Observations, about, near_exact
 from ..judging.fp32_free_reference import Roundings, roundings, unrounded
 from ..judging.low_precision_bound import FEW_DRAWS
 from ..judging.tolerances import bound
@@ -70,11 +70,10 @@ def talk_alone(bench: Workbench) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
     for check in talk_checks(bench):
         try:
-            figures[check.name] = int(check.run().get("calls", 1))
+            with about(check.name):
+                figures[check.name] = int(check.run().get("calls", 1))
         except NotRun as reason:
             figures[check.name] = f"not run: {reason}"
-        except Mismatch as mismatch:
-            raise Mismatch(f"{check.name}: {mismatch}", mismatch.figures) from mismatch
     return figures
 
 

@@ -14,10 +14,9 @@ from ..judging.compare import Mismatch, NotRun
 from ..judging.tolerances import bound
 from ..judging.verdict import Figure
 from ..models.configs import Variant
-from ..models.inputs import seed_all
 from ..models.loaded_sides import BEGINS
 from ..models.model_pair import Workbench, on_original
-from .loop_checks import LONGER, NEW, SWITCH, Package, batch_of, generate, loop_pair
+from .loop_checks import LONGER, SWITCH, Loop, Package, batch_of, loop_pair
 from .texts import near_tie, noise_of
 
 if TYPE_CHECKING:
@@ -65,14 +64,10 @@ def counted_steps(kind: Any) -> Iterator[list[None]]:
 
 def _step_for_each(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """A call like one before makes a step for each token but the first, and no other: nothing is proved again."""
-    pair = loop_pair(bench, variant, "float32")
-    package = Package.of(bench.subject.rewritten)
-    batch = batch_of(bench, variant, 2, 11, "steps")
-    with package.taken(pair.rewritten):
-        generate(pair.rewritten, batch, NEW, 0, do_sample=False)
-    seed_all(0)
-    with counted_steps(package.call.StepCall) as steps, package.taken(pair.rewritten):
-        made = generate(pair.rewritten, batch, NEW, 0, do_sample=False).tokens.shape[1]
+    loop = Loop(bench, variant, 2, 11, "steps")
+    loop.rewritten()
+    with counted_steps(loop.package.call.StepCall) as steps:
+        made = loop.rewritten().tokens.shape[1]
     if len(steps) > made - 1:
         raise Mismatch(f"{len(steps)} steps for {made} tokens, of which the prompt gives the first")
     return {"tokens": made, "steps": len(steps)}
@@ -80,31 +75,22 @@ def _step_for_each(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
 
 def _begun_plainly(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """A first call whose first tokens are chosen in torch's own operators, and the one after it, of padded rows."""
-    pair = loop_pair(bench, variant, "float32")
-    package = Package.of(bench.subject.rewritten)
-    setattr(pair.rewritten, BEGINS, True)
-    batch = batch_of(bench, variant, 3, 11, "begun")
-    original = on_original(generate, pair.original, batch, NEW, 0, do_sample=False, disable_compile=True)
-    noise = on_original(noise_of, bench, variant, "float32", batch, original)
-    figures: dict[str, Figure] = {}
-    for _ in range(2):
-        with package.taken(pair.rewritten):
-            figures = {**near_tie(original, generate(pair.rewritten, batch, NEW, 0, do_sample=False), noise)}
-    return figures
+    loop = Loop(bench, variant, 3, 11, "begun")
+    setattr(loop.pair.rewritten, BEGINS, True)
+    original = loop.original()
+    noise = on_original(noise_of, bench, variant, "float32", loop.batch, original)
+    return [near_tie(original, loop.rewritten(), noise) for _ in range(2)][-1]
 
 
 def _none_behind_the_end(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """Where a row ends by itself, early or late in a chunk, no more steps follow than were on their way."""
-    pair = loop_pair(bench, variant, "float32")
-    package = Package.of(bench.subject.rewritten)
-    batch = batch_of(bench, variant, 1, 11, "steps")
-    free = on_original(generate, pair.original, batch, LONGER, 0, disable_compile=True, **DRAWN).tokens[0].tolist()
-    with package.taken(pair.rewritten):
-        generate(pair.rewritten, batch, LONGER, 0, **DRAWN)
+    loop = Loop(bench, variant, 1, 11, "steps")
+    free = loop.original(LONGER, **DRAWN).tokens[0].tolist()
+    loop.rewritten(LONGER, **DRAWN)
     ends = [place for place in range(4, 12) if free.index(free[place]) == place]
     for place in ends:
-        with counted_steps(package.call.StepCall) as steps, package.taken(pair.rewritten):
-            heard = generate(pair.rewritten, batch, LONGER, 0, eos_token_id=free[place], **DRAWN).tokens.shape[1]
+        with counted_steps(loop.package.call.StepCall) as steps:
+            heard = loop.rewritten(LONGER, eos_token_id=free[place], **DRAWN).tokens.shape[1]
         if len(steps) >= heard - 1 + AHEAD:
             raise Mismatch(f"{len(steps)} steps for a row of {heard} tokens, of which the prompt gives the first")
     if not ends:

@@ -226,15 +226,17 @@ def _streamed(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
 
 
 class Sink:
-    """Collects what a streamer is given."""
+    """Collects what a streamer is given, the prompt, then the tokens of each step, and acts whenever tokens arrive."""
 
-    def __init__(self) -> None:
+    def __init__(self, act: Callable[[], None] = lambda: None) -> None:
         self.tokens: list[int] = []
-        self.ended = False
+        self.act, self.times, self.ended = act, 0, False
 
     def put(self, value: Tensor) -> None:
         """Take tokens."""
         self.tokens += value.flatten().tolist()
+        self.times += 1
+        self.act()
 
     def end(self) -> None:
         """Remember that generation is over."""

@@ -32,6 +32,15 @@ class CheckRun:
     stops: bool = False
 
 
+def left_out(name: str, reason: object) -> CheckRun:
+    """A check that does not apply here."""
+
+    def run() -> Mapping[str, Figure]:
+        raise NotRun(str(reason))
+
+    return CheckRun(name, run)
+
+
 @dataclass(frozen=True)
 class Done:
     """A check that ran; `missing`: it is essential and did not run; `ends`: no other check of the gate follows it.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,15 @@ class Mismatch(Exception):
     def __init__(self, detail: str, figures: Mapping[str, Figure] | None = None) -> None:
         super().__init__(detail)
         self.figures = dict(figures or {})
+
+
+@contextlib.contextmanager
+def about(what: str) -> Iterator[None]:
+    """Say in front of a `Mismatch` what it is about."""
+    try:
+        yield
+    except Mismatch as error:
+        raise Mismatch(f"{what}: {error}", error.figures) from error
 
 
 @dataclass(frozen=True)

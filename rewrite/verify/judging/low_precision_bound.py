@@ -49,23 +49,6 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Errors of one tensor `[tokens, width]` against the fp64 run, in units of the expected tensor's RMS."""
-
-    name: str
-    original: Tensor
-    rewritten: Tensor
-    peak: float
-    where: str
-
-    @property
-    def kind(self) -> str:
-        """What is compared with what: layers and cache parts by themselves, everything else as logits."""
-        found = re.search(r"(hidden_states|keys|values|attentions)\[(\d+)\]", self.name)
-        return found.group(0) if found else "logits"
-
-
-@dataclass(frozen=True)
 class Side:
     """The errors of one side: how many, the sum of their squares and the largest."""
 
@@ -200,18 +183,29 @@ def _equal(runs: Runs) -> bool:
 def _pools(runs: Runs, routed: bool) -> Pools:
     same_names(runs.original, runs.rewritten)
     require_same_dtypes(runs.original, runs.rewritten)
-    groups: dict[str, list[Sample]] = {}
-    for name, own in runs.original.items():
-        sample = _sample(name, runs.truth[name], own, runs.rewritten[name])
-        groups.setdefault(sample.kind, []).append(sample)
-    return {kind: _pooled(samples, routed) for kind, samples in groups.items()}
+    groups: dict[str, list[str]] = {}  # layers and parts of a cache by themselves, everything else as logits
+    for name in runs.original:
+        found = re.search(r"(hidden_states|keys|values|attentions)\[(\d+)\]", name)
+        groups.setdefault(found.group(0) if found else "logits", []).append(name)
+    return {kind: _pooled(runs, names, routed) for kind, names in groups.items()}
 
 
-def _pooled(samples: list[Sample], routed: bool) -> Pool:
-    own, new = _joined([s.original for s in samples], routed), _joined([s.rewritten for s in samples], routed)
-    worst = max(samples, key=lambda sample: float(sample.rewritten.abs().max()))
-    peak = max(sample.peak for sample in samples)
-    return Pool(_side(own), _side(new), peak, worst.where)
+def _pooled(runs: Runs, names: list[str], routed: bool) -> Pool:
+    """The errors `[tokens, width]` of outputs of one kind, in units of the RMS of each expected tensor."""
+    own: list[Tensor] = []
+    new: list[Tensor] = []
+    peak = 0.0
+    worst, where = -1.0, ""
+    for name in names:
+        error = measure(name, runs.truth[name], runs.rewritten[name])
+        require_same_shape(name, runs.original[name], runs.rewritten[name])
+        scale = max(error.scale_rms, 1e-30)
+        for errors, side in ((own, runs.original), (new, runs.rewritten)):
+            errors.append(_rows(_errors(runs.truth[name], side[name])) / scale)
+        peak = max(peak, error.scale / scale)
+        if error.max / scale > worst:
+            worst, where = error.max / scale, error.where
+    return Pool(_side(_joined(own, routed)), _side(_joined(new, routed)), peak, where)
 
 
 def _side(errors: Tensor) -> Side:
@@ -220,14 +214,6 @@ def _side(errors: Tensor) -> Side:
 
 def _ratio(new: float, own: float) -> float:
     return new / own if own else 1.0 if new == 0 else float("inf")
-
-
-def _sample(name: str, truth: Tensor, original: Tensor, rewritten: Tensor) -> Sample:
-    error = measure(name, truth, rewritten)
-    require_same_shape(name, original, rewritten)
-    scale = max(error.scale_rms, 1e-30)
-    own, new = (_rows(_errors(truth, found)) / scale for found in (original, rewritten))
-    return Sample(name, own, new, error.scale / scale, error.where)
 
 
 def _errors(truth: Tensor, found: Tensor) -> Tensor:

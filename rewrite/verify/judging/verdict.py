@@ -19,8 +19,8 @@ class Options:
     """How to verify.
 
     `dtype` is the low precision (`bfloat16`, `float16`); `weights` a checkpoint folder or hub name; `config` holds
-    overrides for the small configuration; `shape` is the size measured for latency (`tiny`, `1b`, `8b`);
-    `expected_sites` are rewritten sites per transform, compared with the lock; `seeds` are independent inputs a check.
+    overrides for the small configuration; `shape` is the size measured for latency (`tiny`, `1b`, `8b`); `seeds` are
+    independent inputs a check.
     `keep_going` runs the later gates after a failure; `fail_fast` ends a gate at its first failure;
     without `others` the main class alone is compared. `reach` counts which lines of the rewritten side ran, unless
     it is `quick`; `configuration` varies the fields that the model reads, one after another, or if `quick` at once.
@@ -50,7 +50,6 @@ class Options:
     itself: bool = False
     main_class: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
-    expected_sites: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,13 @@ class Variant:
         names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
         return any((getattr(self.config, name, None) or 0) > 1 for name in names)
 
+    def changed(self, fields: Mapping[str, Any], name: str | None = None) -> Variant:
+        """The variant with other values of some fields, under another name if one is given."""
+        config = copy.deepcopy(self.config)
+        for field, value in fields.items():
+            setattr(config, field, value)
+        return replace(self, name=name or self.name, config=config)
+
     @property
     def without_choice(self) -> Variant:
         """The variant in which attention sees every key, where an indexer would choose a few.
@@ -73,12 +80,7 @@ class Variant:
         What is chosen is compared in fp64.
         """
         chosen = [name for name in CHOICES if isinstance(getattr(self.config, name, None), int)]
-        if not chosen:
-            return self
-        config = copy.deepcopy(self.config)
-        for name in chosen:
-            setattr(config, name, EVERY_KEY)
-        return replace(self, name=f"{self.name}, every key", config=config)
+        return self.changed(dict.fromkeys(chosen, EVERY_KEY), f"{self.name}, every key") if chosen else self
 
 
 def small_variants(model_class: Any, causal: bool, overrides: Mapping[str, Any]) -> list[Variant]:

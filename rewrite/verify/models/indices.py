@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 BY_VALUE = ("aten::multinomial", "aten::binary_cross_entropy", "aten::_assert_async")
@@ -50,10 +50,13 @@ def asked_first(kind: str = "cuda") -> Iterator[None]:
 
 def reads_indices(func: Any, args: Any, kwargs: Any, kind: str) -> bool:
     """Whether an operator may find something in its tensors, which are on a device of that kind, that it asserts."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
     needed = _tensors_needed(func)
     if not needed:
         return False
-    tensors = _tensors((*args, *kwargs.values()))
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     if len(tensors) < needed or not any(tensor.device.type == kind for tensor in tensors):
         return False
     return needed == 1 or any(map(_counts, tensors))
@@ -103,19 +106,6 @@ def _on_a_cpu(func: Callable[..., Any], args: Any, kwargs: Any, stand_in: Callab
     from torch.utils._pytree import tree_map
 
     func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
-
-
-def _tensors(values: Iterable[Any]) -> list[Any]:
-    """The tensors among values, and in the lists among them."""
-    import torch
-
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [part for part in value if isinstance(part, torch.Tensor)]
-    return found
 
 
 def _counts(tensor: Any) -> bool:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..judging.compare import Mismatch, NotRun, near_exact
+from ..judging.fp32_free_reference import unrounded
 from ..judging.requested import Record
+from ..judging.tolerances import bound
 from ..judging.verdict import ConfigField, Options
 from ..judging.watchdog import of_original
 from .configs import Variant
@@ -233,6 +235,16 @@ def on_original(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Resul
         return attempted(call, *args, **kwargs)
 
 
+def unrounded_original(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Callable[[], Result]:
+    """What runs the original's side of a check without its roundings to fp32."""
+
+    def run() -> Result:
+        with unrounded():
+            return on_original(call, *args, **kwargs)
+
+    return run
+
+
 def attempted(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """The same where `torch.compile` is asked, which compiles nothing while operators are watched.
 
@@ -284,6 +296,14 @@ def build(model_class: Any, variant: Variant, implementation: str, dtype: str, d
     if generation is not None:
         generation.eos_token_id, generation.pad_token_id = None, 0
     return model.to(device).eval()
+
+
+def gradients_of(model: Any) -> dict[str, Any]:
+    """The gradients that are there, without those that are zero but for roundings."""
+    found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    sizes = {name: float(grad.abs().max()) if grad.numel() else 0.0 for name, grad in found.items()}
+    smallest = bound("gradient zero") * max(sizes.values(), default=0.0)
+    return {f"gradient of {name}": grad for name, grad in found.items() if not sizes[name] <= smallest}
 
 
 def randomise(model: Any, seed: int) -> None:

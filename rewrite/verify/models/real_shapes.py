@@ -6,21 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from rewrite.measure.presets import OTHER_NAMES, SHAPES
+
 from ..judging.compare import NotRun
 from .configs import Variant
 from .model_pair import Workbench, build, on_original
 
-SHAPES: dict[str, dict[str, int]] = {
-    "1b": {"hidden": 2048, "layers": 16, "heads": 32, "kv": 8, "head": 64, "mlp": 8192, "vocab": 128256},
-    "8b": {"hidden": 4096, "layers": 32, "heads": 32, "kv": 8, "head": 128, "mlp": 14336, "vocab": 128256},
-}
-FIELDS = {
-    "hidden_size": "hidden", "n_embd": "hidden", "d_model": "hidden", "num_hidden_layers": "layers",
-    "n_layer": "layers", "num_attention_heads": "heads", "n_head": "heads", "num_key_value_heads": "kv",
-    "head_dim": "head", "intermediate_size": "mlp", "n_inner": "mlp", "vocab_size": "vocab",
-}  # fmt: skip
-
-
+SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size",
+)  # fmt: skip
+"""What is taken of a preset."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "depth", "encoder_layers", "decoder_layers")
 """Fields that count layers, of a model or of one of its parts."""
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -41,7 +37,7 @@ def shaped_variant(bench: Workbench, shape: str, layers: int | None = None) -> V
     """
     if bench.options.weights is not None:
         return Variant("checkpoint", bench.subject.config_class.from_pretrained(bench.options.weights))
-    return bench.base if shape == "tiny" else _shaped(bench, shape, layers or SHAPES[shape]["layers"], {})
+    return bench.base if shape == "tiny" else _shaped(bench, shape, layers or SHAPES[shape]["num_hidden_layers"], {})
 
 
 def wide_variant(bench: Workbench) -> Variant:
@@ -56,7 +52,7 @@ def wide_variant(bench: Workbench) -> Variant:
 
 def _shaped(bench: Workbench, shape: str, layers: int, fixed: dict[str, int]) -> Variant:
     """The first configuration that a model of the class can be made of."""
-    sizes = {name: SHAPES[shape][size] for name, size in FIELDS.items()}
+    sizes = {name: SHAPES[shape][size] for size in SIZES for name in (size, *OTHER_NAMES.get(size, ()))}
     known = {name: size for name, size in sizes.items() if name == "vocab_size"}
     problems: dict[str, None] = {}
     for name, fields in {

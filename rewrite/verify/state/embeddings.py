@@ -9,11 +9,10 @@ from typing import Any
 from ..calls.argument_values import IDS, Call
 from ..calls.scenarios import Outputs, Setting, main_output
 from ..judging.checks import CheckRun
-from ..judging.compare import Mismatch, NotRun, Observations, near_exact
-from ..judging.fp32_free_reference import unrounded
+from ..judging.compare import Mismatch, NotRun, about, near_exact
 from ..judging.verdict import Figure
 from ..models.inputs import seed_all
-from ..models.model_pair import Workbench, on_original, without_added
+from ..models.model_pair import Workbench, on_original, unrounded_original, without_added
 from .class_structure import same_state, same_tying
 
 MORE = 8
@@ -30,10 +29,8 @@ def embeddings_alone(bench: Workbench) -> Mapping[str, Figure]:
     """The first two ways, for a class beside the main one."""
     names = list(WAYS)[:2]
     for name in names:
-        try:
+        with about(name):
             _changed(bench, WAYS[name])
-        except Mismatch as error:
-            raise Mismatch(f"{name}: {error}", error.figures) from error
     return {"embeddings": len(names)}
 
 
@@ -58,12 +55,7 @@ def _changed(bench: Workbench, change: Callable[[Any, Setting], None]) -> Mappin
         wanted, given = on_original(_place, pair.original, get), _place(pair.rewritten, get)
         if wanted != given:
             raise Mismatch(f"{get}() is {given or 'no module of the model'}, expected {wanted or 'none'}")
-
-    def truth() -> Observations:
-        with unrounded():
-            return on_original(_after, again, bench, setting, change)
-
-    return near_exact(expected, found, unrounded=truth)
+    return near_exact(expected, found, unrounded=unrounded_original(_after, again, bench, setting, change))
 
 
 def _require_alike(first: Any, second: Any) -> None:

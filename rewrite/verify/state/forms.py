@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 from ..judging.checks import CheckRun
@@ -19,10 +19,8 @@ from ..judging.compare import Mismatch, NotRun
 from ..judging.verdict import Figure
 from ..models.inputs import prompt
 from ..models.model_pair import Pair, Workbench, lock_of, on_original
-from .runtime import STEP, called
+from .runtime import called, each_call, used
 
-NEW = 3
-"""Tokens that are generated."""
 TAKEN = ("add_forward", "decode")
 """Methods that stand for others wherever their class is used: a norm behind a sum, a layer's step.
 
@@ -50,8 +48,8 @@ def _added_run(bench: Workbench) -> Mapping[str, Figure]:
         pair = bench.fresh(bench.base, implementation, "float32")
         wanted |= _added(pair)
         on_original(called, bench, pair.original)
-        with _entered(taken):
-            _used(bench, pair.rewritten)
+        with each_call(lambda frame: taken.add(frame.f_code)):
+            used(bench, pair.rewritten)
     if not wanted:
         raise NotRun("no method was added that stands for others")
     left = sorted(name for code, name in wanted.items() if code not in taken)
@@ -74,33 +72,6 @@ def _added(pair: Pair) -> dict[CodeType, str]:
             if name not in before and inspect.isfunction(member):
                 found[inspect.unwrap(member).__code__] = f"{kind.__name__}.{name}"
     return found
-
-
-def _used(bench: Workbench, model: Any) -> None:
-    """Call a model, and let it generate where it has a loop for that."""
-    import torch
-
-    called(bench, model)
-    if hasattr(model, STEP) and bench.goes_on:
-        setattr(model, STEP, True)
-        ids = prompt(bench.seed_for("forms"), bench.base.vocab_size, 2, 9, "none", bench.options.device).input_ids
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
-
-
-@contextlib.contextmanager
-def _entered(taken: set[CodeType]) -> Iterator[None]:
-    """Collect the code of every function that is called."""
-
-    def seen(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            taken.add(frame.f_code)
-
-    before = sys.getprofile()
-    sys.setprofile(seen)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
 
 
 def _not_repeated(bench: Workbench) -> Mapping[str, Figure]:

@@ -7,7 +7,6 @@ through torch's dispatcher where nobody watches costs the host more than its pro
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import FrameType
@@ -19,7 +18,7 @@ from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
 from ..judging.verdict import Figure
 from ..models.model_pair import Workbench, on_original
-from .runtime import backend_of, called, package_of
+from .runtime import backend_of, called, each_call, package_of
 
 DTYPES = ("float32", "float64", "bfloat16")
 NONE = "no operator of the package runs in a plain call"
@@ -128,18 +127,13 @@ def _dispatched(namespace: str) -> Iterator[set[str]]:
     through: set[str] = set()
     method = torch._ops.OpOverload.__call__.__code__
 
-    def seen(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code is method:
-            operator = frame.f_locals.get("self")
-            if getattr(operator, "namespace", None) == namespace:
-                through.add(str(operator))
+    def seen(frame: FrameType) -> None:
+        operator = frame.f_locals.get("self") if frame.f_code is method else None
+        if getattr(operator, "namespace", None) == namespace:
+            through.add(str(operator))
 
-    before = sys.getprofile()
-    sys.setprofile(seen)
-    try:
+    with each_call(seen):
         yield through
-    finally:
-        sys.setprofile(before)
 
 
 def _namespace(bench: Workbench) -> str:

@@ -10,10 +10,9 @@ import contextlib
 import gc
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_rewrite_runtime.cache.cache_argument import argument_of, given_back
@@ -23,6 +22,7 @@ from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
 from ..judging.verdict import Figure
 from ..models.configs import Variant
+from ..models.inputs import prompt
 from ..models.model_inputs import make
 from ..models.model_pair import Workbench, build, on_original
 
@@ -132,17 +132,33 @@ def _alive(bench: Workbench, model_class: Any, count: int) -> int:
 
 
 def _used(bench: Workbench, model_class: Any) -> Any:
-    """A model that was called, and that generated where it has a loop for it."""
-    import torch
-
+    """A new model that was used."""
     model = build(model_class, bench.base, bench.implementations()[0], "float32", bench.options.device)
     bench.load(model, bench.base)
-    called(bench, model)
-    if hasattr(model_class, STEP) and bench.goes_on:
-        setattr(model, STEP, True)
-        ids = torch.full((1, 5), 7, device=bench.options.device)
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+    used(bench, model)
     return model
+
+
+def used(bench: Workbench, model: Any) -> None:
+    """Call a model, and let it generate where it has a loop for that."""
+    import torch
+
+    called(bench, model)
+    if hasattr(model, STEP) and bench.goes_on:
+        setattr(model, STEP, True)
+        ids = prompt(bench.seed_for("forms"), bench.base.vocab_size, 2, 9, "none", bench.options.device).input_ids
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+
+
+@contextlib.contextmanager
+def each_call(seen: Callable[[FrameType], None]) -> Iterator[None]:
+    """Show every function that is called in a block as it begins."""
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: seen(frame) if event == "call" else None)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 @contextlib.contextmanager
@@ -156,30 +172,23 @@ def only_new_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-@dataclass
-class _Errors:
-    """What Python could not raise, of the code of some modules."""
-
-    names: frozenset[str]
-    found: list[str] = field(default_factory=list)
-
-    def take(self, given: sys.UnraisableHookArgs) -> None:
-        trace = given.exc_traceback
-        while trace is not None:
-            if trace.tb_frame.f_globals.get("__name__") in self.names:
-                place = f"{trace.tb_frame.f_code.co_name}, line {trace.tb_lineno}"
-                self.found.append(f"{given.exc_type.__name__}: {given.exc_value} (in {place})")
-                return
-            trace = trace.tb_next
-
-
 @contextlib.contextmanager
 def swallowed(modules: Sequence[ModuleType]) -> Iterator[list[str]]:
     """Collect the errors in callbacks and finalizers of modules, which Python prints and goes on from."""
-    errors = _Errors(frozenset(module.__name__ for module in modules))
-    before, sys.unraisablehook = sys.unraisablehook, errors.take
+    names = {module.__name__ for module in modules}
+    found: list[str] = []
+
+    def take(given: sys.UnraisableHookArgs) -> None:
+        trace = given.exc_traceback
+        while trace is not None and trace.tb_frame.f_globals.get("__name__") not in names:
+            trace = trace.tb_next
+        if trace is not None:
+            place = f"{trace.tb_frame.f_code.co_name}, line {trace.tb_lineno}"
+            found.append(f"{given.exc_type.__name__}: {given.exc_value} (in {place})")
+
+    before, sys.unraisablehook = sys.unraisablehook, take
     try:
-        yield errors.found
+        yield found
     finally:
         sys.unraisablehook = before
 

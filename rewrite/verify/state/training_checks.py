@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -9,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ..calls.scenarios import Outputs, Setting, call, main_output, real
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, equal, near_exact
-from ..judging.tolerances import bound
 from ..judging.verdict import Figure
 from ..models.configs import WINDOW, Variant
 from ..models.inputs import Batch, seed_all
-from ..models.model_pair import ADDED, Pair, Workbench, added, is_added, on_original
+from ..models.model_pair import ADDED, Pair, Workbench, added, gradients_of, is_added, on_original
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,19 +58,10 @@ def gradients(model: Any, setting: Setting) -> Outputs:
     direction = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
     model.zero_grad()
     (output * direction).sum().backward()
-    return _gradients_of(model)
-
-
-def _gradients_of(model: Any) -> Outputs:
-    """The gradients that are there, without those that are zero but for roundings."""
-    found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-    sizes = {name: float(grad.abs().max()) for name, grad in found.items()}
-    smallest = bound("gradient zero") * max(sizes.values(), default=0.0)
-    return {f"gradient of {name}": grad for name, grad in found.items() if not sizes[name] <= smallest}
+    return gradients_of(model)
 
 
 def _training(model: Any, setting: Setting) -> Outputs:
-
     model.train()
     seed_all(setting.seed)
     return gradients(model, setting)
@@ -78,7 +69,6 @@ def _training(model: Any, setting: Setting) -> Outputs:
 
 def _of_the_loss(model: Any, setting: Setting) -> Outputs:
     """The loss in training mode, its gradients, and the logits, which it may be computed without."""
-
     if not (setting.subject.causal and setting.subject.accepts("labels")):
         raise NotRun("the model computes no loss of a next token")
     model.train()
@@ -89,7 +79,7 @@ def _of_the_loss(model: Any, setting: Setting) -> Outputs:
     result = call(model, setting, inputs, labels=labels)
     logits = real(main_output(result).detach(), inputs)
     result.loss.backward()
-    return {"loss": result.loss.detach().reshape(1), "logits": logits} | _gradients_of(model)
+    return {"loss": result.loss.detach().reshape(1), "logits": logits} | gradients_of(model)
 
 
 def _after_inference(model: Any, setting: Setting) -> Outputs:
@@ -204,8 +194,7 @@ def _replaced_module(model: Any) -> None:
             return self.base(hidden_states) * (1 + 0.01 * (self.number % 7 + 1))
 
     for number, (name, module) in enumerate(_linears(model)):
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, Adapter(module, number))
+        model.set_submodule(name, Adapter(module, number))
 
 
 def _assigned(model: Any) -> None:
@@ -235,8 +224,7 @@ def _replaced_linear(model: Any) -> None:
         new.weight.copy_(_noise(module.weight, number) * 4)
         if new.bias is not None:
             new.bias.copy_(_noise(module.bias, number) * 4)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, new.to(module.weight.device))
+        model.set_submodule(name, new.to(module.weight.device))
 
 
 def _round_trip(model: Any) -> None:
@@ -288,13 +276,11 @@ def recorded(model: Any, setting: Setting, batch: Batch) -> Outputs:
 
         return hook
 
-    handles = [module.register_forward_hook(record(name)) for name, module in model.named_modules() if name]
-    try:
-        with torch.no_grad():
-            call(model, setting, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for name, module in model.named_modules():
+            if name:
+                hooks.enter_context(module.register_forward_hook(record(name)))
+        call(model, setting, batch)
     return outputs
 
 
@@ -327,10 +313,8 @@ def _first_layer_leaves(pair: Pair) -> list[str]:
 def _with_hook(model: Any, name: str, setting: Setting) -> Tensor:
     import torch
 
-    handle = model.get_submodule(name).register_forward_hook(
-        lambda module, arguments, output: output * 1.25 if isinstance(output, torch.Tensor) else None
-    )
-    try:
+    def louder(module: Any, arguments: Any, output: Any) -> Any:
+        return output * 1.25 if isinstance(output, torch.Tensor) else None
+
+    with model.get_submodule(name).register_forward_hook(louder):
         return _plain(model, setting)
-    finally:
-        handle.remove()
