@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 import pytest
 
-from rewrite.analysis.effects import effects_of, may_move
+from rewrite.analysis.effects import Scope, between, effects_of, why_not_move
 from rewrite.analysis.effects.identity import Identity
 from rewrite.analysis.tree.module import Module, walk
 
@@ -147,6 +147,12 @@ def scope_of(lines: str, moved: str = "self.q_proj(x)", header: str = HEADER, ex
     owner = module.classes["Subject"]
     function = owner.methods["forward"]
     return module, effects_of(module).scope(function, owner), function
+
+
+def may_move(scope: Scope, expression: cst.BaseExpression, up_to: cst.BaseStatement) -> str | None:
+    """Return None if `expression` may be evaluated right before the statement `up_to`, else what was missing."""
+    past = between(scope, up_to, expression)
+    return "it stands in another block" if past is None else why_not_move(scope, scope.of(expression), past)
 
 
 def asked(lines: str, moved: str = "self.q_proj(x)", **more: str) -> str | None:

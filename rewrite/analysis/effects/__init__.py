@@ -7,10 +7,10 @@
     scope.value(expression).roots       -> roots       whose memory its value may share; none: it is a value of its own
     scope.root(local)                   -> root        equal for two locals that may share memory; `HEAP` for what code
                                                        outside the method can reach: parameters, weights, attributes
-    may_move(scope, expression, up_to)  -> str | None  None: proven to compute the same right before statement `up_to`;
-                                                       else what was missing, in words for a skip's detail
     between(scope, first, expression)   -> Effect      what runs from the start of `first` until the expression
-    why_not_move(scope, moved, past)    -> str | None  the same question for two effects
+    why_not_move(scope, moved, past)    -> str | None  None: code with the one effect is proven to compute the same
+                                                       before code with the other; else what was missing, in words
+                                                       for a skip's detail
     attribute(owner, name, names)       -> Attribute   everything the file assigns to `self.<name>`, and whether that
                                                        is all it can be
     why_not_plain(effects, function, owner) -> str     why a function may do something else than its text says, `""`
@@ -34,7 +34,7 @@ from rewrite.analysis.effects.attributes import Attribute, attribute
 from rewrite.analysis.effects.effect import HEAP, Effect, Value, union
 from rewrite.analysis.effects.meaning import own_names, why_not_plain, why_unsure
 from rewrite.analysis.effects.name_bindings import Names
-from rewrite.analysis.effects.order import before, between, may_move, why_not_move
+from rewrite.analysis.effects.order import before, between, why_not_move
 from rewrite.analysis.effects.scope import Scope
 
 __all__ = [
@@ -50,7 +50,6 @@ __all__ = [
     "between",
     "effects_of",
     "known",
-    "may_move",
     "own_names",
     "union",
     "why_not_move",

@@ -54,17 +54,6 @@ def _may_share(scope: Scope, moved: Effect, shared: frozenset[str]) -> str:
     return f"`{names[0]}` may share its memory" if names else "what it reads of `self` may share its memory"
 
 
-def may_move(scope: Scope, expression: cst.BaseExpression, up_to: cst.BaseStatement) -> str | None:
-    """Return None if `expression` may be evaluated right before the statement `up_to`, else what was missing.
-
-    Both stand in one block, or the expression in a part of a compound statement that is always evaluated there.
-    """
-    past = between(scope, up_to, expression)
-    if past is None:
-        return "it stands in another block"
-    return why_not_move(scope, scope.of(expression), past)
-
-
 def between(scope: Scope, first: cst.CSTNode, last: cst.CSTNode) -> Effect | None:
     """Return what runs from the start of `first` until `last`, an expression in it or after it; None if elsewhere."""
     block = list(_statements(scope, first))

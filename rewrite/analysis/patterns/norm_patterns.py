@@ -185,14 +185,6 @@ def _roots(term: Term) -> list[Term]:
     return [t.args[0] for t in subterms(term) if t.op == "pow" and t.args[1] in exponents]
 
 
-def _mean_square(term: Term) -> Term | None:
-    if term.op == "mean" and len(term.args) > 1:
-        square = term.args[0]
-        if square.op == "pow" and square.args[1] == constant(2):
-            return square.args[0]
-    return None
-
-
 def _kept(term: Term) -> Term:
     """Return a term whose means keep their dimension where it is put back behind the root."""
     root = term.args[0] if term.op == "unsqueeze" and term.args[1:] == (constant(-1),) else term

@@ -15,7 +15,6 @@ import libcst as cst
 from rewrite.analysis.effects import Effect, Scope, attribute, between, effects_of, why_not_move
 from rewrite.analysis.effects.identity import Identity, with_argument
 from rewrite.analysis.projections.elementwise_products import products_in, resolved
-from rewrite.analysis.projections.leaving import leaves_forward
 from rewrite.analysis.projections.linear_calls import LinearCall, linear_call, linear_kind
 from rewrite.analysis.projections.strides import relied_on
 from rewrite.analysis.terms.spelling import Term
@@ -147,7 +146,7 @@ def merge(group: Group, module: Module) -> Found | Skip:
         return Skip("strides_read", reads.problem)
     taken = local_names(group.method, module)
     first = group.first.statement
-    copied = {id(call.node) for call in group.calls if leaves_forward(scope, call)}
+    copied = reads.leaving
     hoisted = {
         id(call.statement): name
         for call in group.calls

@@ -1,8 +1,9 @@
 """Whether what reads a projection's result would notice that it is a slice of a larger tensor.
 
 The results of `packed_linear` are slices of one buffer along the last dimension: equal in value, but not contiguous.
-Arithmetic, splitting the last dimension and whatever copies do not notice. A `view` that merges the last dimension
-with others fails on them, and `is_contiguous`, `stride` or `as_strided` see something else.
+Arithmetic, splitting the last dimension and whatever copies do not notice. A `view` that is not seen to split heads
+becomes `reshape`, since one that merges the last dimension with others fails; `is_contiguous` or `as_strided` see
+something else. A result that leaves `forward` is copied there: outside, one of `nn.Linear` is contiguous.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from rewrite.analysis.effects import Scope, attribute, known
 from rewrite.analysis.effects.identity import Identity, plainly_bound
 from rewrite.analysis.patterns.residual import choices
 from rewrite.analysis.projections.linear_calls import LinearCall
-from rewrite.analysis.projections.view_shapes import pairs_last, split_alike, splits_last
 from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.tree.nodes import parameters
 
 MAX_DEPTH = 4
+_HEADS = 4
+"""How many sizes a `view` names that splits `[B, S, H * D]` into heads."""
 _NOTICES = known.names(
     """
     is_contiguous stride as_strided as_strided_ resize_ resize_as_ data_ptr storage untyped_storage storage_offset
@@ -29,18 +31,11 @@ _NOTICES = known.names(
 )
 _ASKS_OTHER = known.names("type_as view_as expand_as reshape_as to")
 """What asks another tensor for its shape or dtype."""
-_SAME = known.names("to float type half bfloat16 double detach dropout")
-"""What may return the tensor itself."""
-_MAY_COPY = known.names("contiguous reshape flatten ravel reshape_as unflatten")
+_MAY_COPY = known.names("reshape flatten ravel reshape_as unflatten")
 """What gives a view of a contiguous tensor, and may give a copy of a slice."""
-_COPIES = known.names("contiguous clone")
-REORDERS = known.names("transpose permute swapaxes swapdims movedim moveaxis t T mT chunk split unbind")
+_REORDERS = known.names("transpose permute swapaxes swapdims movedim moveaxis t T mT chunk split unbind")
 """What makes a contiguous tensor not contiguous anyway."""
-_SAYS = known.names(
-    """
-    size dim numel nelement element_size item tolist get_device is_floating_point ndimension
-    """
-)
+_SAYS = known.names("size dim numel nelement element_size item tolist get_device is_floating_point ndimension")
 
 
 @dataclass
@@ -51,53 +46,59 @@ class Reads:
     """What would notice, empty if nothing does."""
     reshapes: list[cst.Name] = field(default_factory=list)
     """The `view` in `x.view(…)` that a slice needs to be `reshape`."""
+    leaving: set[int] = field(default_factory=set)
+    """The calls, by `id`, whose results, or views of them, may be returned by a method `forward`."""
+
+
+_Entry = tuple[int, str, str, bool]
+"""A function, by its `id`, a parameter, and how what comes in by that lies and was copied."""
 
 
 @dataclass(frozen=True)
-class Tracked:
-    """An expression that may be a result, unchanged or split."""
+class _Tracked:
+    """An expression that may be a result, or a view of it."""
 
     scope: Scope
-    call: LinearCall | None
-    """The projection, while nothing has changed the shape of its result."""
     depth: int = 0
+    lies: str = "slice"
+    """As a slice; "turned" where it would not be contiguous anyway; "alone" where it was copied if it was a slice."""
     copied: bool = False
-    """Whether this is a copy where a contiguous result would give a view, and the result is read elsewhere."""
-    entry: tuple[int, str] | None = None
-    """The function, by its `id`, and the parameter through which it came here; None in the method of the call."""
-    last: str = ""
-    """What the last dimension is: "heads" once the result was split, then "pairs", `""` where that is not known."""
-
-    def other(self, *, last: str = "") -> Tracked:
-        """Return what is left of it once its shape is another."""
-        return replace(self, call=None, last=last)
+    """Whether this may be a copy where a contiguous result would give a view."""
+    entry: _Entry | None = None
+    """Through what it came into the function; None in the method of the call."""
 
 
 def relied_on(scope: Scope, calls: Sequence[LinearCall]) -> Reads:
     """Return what reads the results of these calls, through locals, functions of the file and who calls the method."""
-    follower = Follower(split_alike(scope, calls))
+    reads, alike = Reads(), _split_alike(scope, calls)
     for call in calls:
-        follower.expression(call.node, Tracked(scope, call))
-    return follower.reads
+        follower = _Follower(reads, alike)
+        follower.expression(call.node, _Tracked(scope))
+        if follower.leaves:
+            reads.leaving.add(id(call.node))
+    return reads
 
 
-class Follower:
+class _Follower:
     """Goes after a projection's result: to everything that reads it, unchanged, split or as part of something."""
 
-    def __init__(self, split_alike: bool) -> None:
-        self.reads = Reads()
-        self.split_alike = split_alike
-        self.seen = set[tuple[int, bool, bool, str, tuple[int, str] | None]]()
-        self.returning: dict[tuple[int, str], bool] = {}
-        """Whether a function returns what came in by a parameter, for those that were followed."""
+    def __init__(self, reads: Reads, alike: bool) -> None:
+        self.reads = reads
+        self.alike = alike
+        """Whether all results are split into heads of one size first: if that is even, so are all places."""
+        self.leaves = False
+        self.seen = set[tuple[int, str, bool, _Entry | None]]()
+        self.returning: dict[_Entry, set[tuple[str, bool]]] = {}
+        """How what came into a function lies where that returns it, and whether it was copied."""
 
-    def notices(self, text: str) -> None:
+    def notices(self, text: str, what: _Tracked) -> None:
         """Note the first thing that would notice."""
-        self.reads.problem = self.reads.problem or text
+        if what.lies == "slice":
+            self.reads.problem = self.reads.problem or text
 
-    def expression(self, node: cst.CSTNode, what: Tracked) -> None:
+    def expression(self, node: cst.CSTNode, what: _Tracked) -> None:
         """Look at what is done with the value of `node`."""
-        key = (id(node), what.call is not None, what.copied, what.last, what.entry)
+        key = (id(node), what.lies, what.copied, what.entry)
         if self.reads.problem or key in self.seen:
             return
         self.seen.add(key)
@@ -112,9 +113,9 @@ class Follower:
         elif isinstance(above, (cst.Element, cst.StarredElement)):
             self._element(module.parent(above), above, what)
         elif isinstance(above, cst.Subscript) and above.value is node:
-            self.expression(above, what.other())
+            self.expression(above, what)
         elif what.copied and _is_written(node, above):
-            self.notices(f"`{module.code(node)}` is written in place, and would be a copy")
+            self.reads.problem = f"`{module.code(node)}` is written in place, and would be a copy"
         elif isinstance(above, (cst.IfExp, cst.BooleanOperation)):
             self.expression(above, what)
         elif isinstance(above, cst.NamedExpr):
@@ -129,183 +130,164 @@ class Follower:
         elif isinstance(above, cst.Return):
             self._returned(what)
         elif isinstance(above, (cst.DictElement, cst.Yield, cst.Await, cst.Lambda, cst.BaseComp)):
-            self.notices(f"`{module.code(node)}` goes where it cannot be followed")
+            self.notices(f"`{module.code(node)}` goes where it cannot be followed", what)
 
-    def _attribute(self, above: cst.Attribute, what: Tracked) -> None:
+    def _attribute(self, above: cst.Attribute, what: _Tracked) -> None:
         name, module = above.attr.value, what.scope.module
         call = module.parent(above)
-        if not isinstance(call, cst.Call) or call.func is not above:
-            if name == "data":
-                self.expression(above, what)
-            elif name not in known.NO_TENSOR and name not in REORDERS:
-                self.notices(f"`{module.code(above)}`")
-            return
-        self._operation(name, call, above.attr, what)
+        if isinstance(call, cst.Call) and call.func is above:
+            self._operation(name, call, above.attr, what)
+        elif name in _REORDERS or name == "data":
+            self.expression(above, what if name == "data" else _turned(what))
+        elif name not in known.NO_TENSOR:
+            self.notices(f"`{module.code(above)}`", what)
 
-    def _operation(self, name: str, call: cst.Call, spelled: cst.Name | None, what: Tracked) -> None:
+    def _operation(self, name: str, call: cst.Call, spelled: cst.Name | None, what: _Tracked) -> None:
         """Look at `x.name(…)` or `torch.name(x, …)`."""
-        scope = what.scope
-        if name in _NOTICES:
-            self.notices(f"`{scope.module.code(call)}`")
-        elif name == "view" and spelled is not None:
-            self._view(call, spelled, what)
-        elif name == "view_as_complex":
-            if what.last == "pairs" and self.split_alike:
-                self.expression(call, what.other())
-            else:
-                self.notices(f"`{scope.module.code(call)}` is not proven to read pairs that lie at even places")
-        elif what.copied and name.endswith("_"):
-            self.notices(f"`{scope.module.code(call)}` writes in place what would be a copy")
-        elif name in REORDERS or name in _SAYS or (name in known.FRESH and name not in _COPIES):
+        scope, text = what.scope, f"`{what.scope.module.code(call)}`"
+        if what.copied and name.endswith("_"):
+            self.reads.problem = f"{text} writes in place what would be a copy"
+        elif name == "contiguous":
+            self.expression(call, replace(what, lies="alone", copied=what.lies == "slice" or what.copied))
+        elif name in _REORDERS:
+            self.expression(call, _turned(what))
+        elif name in _SAYS or name in known.FRESH:
             return
-        elif name in known.VIEWS or name in known.RANDOM or name in _COPIES or name.endswith("_"):
-            base = call.func.value if spelled is not None and isinstance(call.func, cst.Attribute) else call
-            same = name not in _MAY_COPY or (name == "reshape" and splits_last(scope, call, what.call))
-            copied = what.copied or not (same or _is_dead(scope, base))
-            if name not in _COPIES or copied:
-                pairs = what.last == "heads" and name == "reshape" and pairs_last(scope, call)
-                after = what if name in _SAME else what.other(last="pairs" if pairs else "")
-                self.expression(call, replace(after, copied=copied))
-        else:
-            self.notices(f"`{scope.module.code(call)}`, of which nothing is known")
-
-    def _view(self, call: cst.Call, spelled: cst.Name, what: Tracked) -> None:
-        """A `view` that may merge the last dimension becomes `reshape`, where nobody sees that this may copy."""
-        scope, base = what.scope, call.func.value if isinstance(call.func, cst.Attribute) else call
-        split = splits_last(scope, call, what.call)
-        if not split:
-            if not _names_sizes(call, scope) or not _is_dead(scope, base):
-                self.notices(f"`{scope.module.code(call)}` is not proven to only split the last dimension")
-                return
+        elif name in _NOTICES:
+            self.notices(text, what)
+        elif name == "view" and spelled is not None and what.lies == "slice" and not _splits_heads(call, scope):
+            if not _names_sizes(call, scope):
+                self.notices(f"{text} is not proven to only split the last dimension", what)
             self.reads.reshapes.append(spelled)
-        pairs = what.last == "heads" and pairs_last(scope, call)
-        heads = split and what.call is not None
-        self.expression(call, what.other(last="pairs" if pairs else "heads" if heads else ""))
+            self.expression(call, replace(what, copied=True))
+        elif name == "view_as_complex" and not self.alike:
+            self.notices(f"{text} is not proven to read pairs that lie at even places", what)
+        elif name in known.VIEWS or name in known.RANDOM or name.endswith("_") or name == "view_as_complex":
+            may_copy = what.lies == "slice" and name in _MAY_COPY and not _splits_heads(call, scope)
+            self.expression(call, replace(what, copied=what.copied or may_copy))
+        else:
+            self.notices(f"{text}, of which nothing is known", what)
 
-    def _argument(self, call: cst.Call, argument: cst.Arg, what: Tracked) -> None:
-        scope = what.scope
-        if argument.star:
-            self.notices(f"`{scope.module.code(call)}`")
+    def _argument(self, call: cst.Call, argument: cst.Arg, what: _Tracked) -> None:
+        scope, func = what.scope, call.func
+        if isinstance(func, cst.Attribute) and func.attr.value in known.CONTAINER_WRITES:
+            self._kept(func.value, what)
             return
-        if isinstance(call.func, cst.Attribute) and call.func.attr.value in known.CONTAINER_WRITES:
-            self._kept(call.func.value, what)
-            return
-        name = known.torch_function(scope.names.resolved(call.func))
-        if isinstance(call.func, cst.Attribute) and not name and self_attribute(call.func) is None:
-            name = call.func.attr.value if call.func.attr.value in known.FRESH else ""
-            if call.func.attr.value in _ASKS_OTHER:
+        name = known.torch_function(scope.names.resolved(func))
+        if isinstance(func, cst.Attribute) and not name and self_attribute(func) is None:
+            name = func.attr.value if func.attr.value in known.FRESH else ""
+            if func.attr.value in _ASKS_OTHER:
                 return
-        if name:
+        if name and not argument.star:
             self._operation(name, call, None, what)
-            return
-        self._followed(call, argument, what)
+        else:
+            self._followed(call, argument, what)
 
-    def _kept(self, container: cst.BaseExpression, what: Tracked) -> None:
+    def _kept(self, container: cst.BaseExpression, what: _Tracked) -> None:
         """Look at every read of a list that now holds it."""
-        if (name := self_attribute(container)) is not None:
-            self._kept_as(name, what)
+        scope = what.scope
+        if not isinstance(container, cst.Name) or container.value not in scope.single:
+            self.notices(f"it is kept in `{scope.module.code(container)}`", what)
             return
-        if not isinstance(container, cst.Name) or container.value not in what.scope.single:
-            self.notices(f"it is kept in `{what.scope.module.code(container)}`")
-            return
-        for read in reads_of(container.value, what.scope):
-            above = what.scope.module.parent(read)
+        for read in reads_of(container.value, scope):
+            above = scope.module.parent(read)
             if not (isinstance(above, cst.Attribute) and above.attr.value in known.CONTAINER_WRITES):
-                self.expression(read, what.other())
+                self.expression(read, what)
 
-    def _kept_as(self, name: str, what: Tracked) -> None:
-        """Look at every read of the attribute of `self` that now holds it, in whatever class of the file."""
-        if what.depth >= MAX_DEPTH:
-            self.notices(f"it is kept in `self.{name}`")
-            return
-        module = what.scope.module
-        for info, _, function in module.methods():
-            for read in walk(function.body):
-                if isinstance(read, cst.Attribute) and read.attr.value == name and not _is_target(read, module):
-                    scope = what.scope.effects.scope(function, info)
-                    self.expression(read, Tracked(scope, None, what.depth + 1))
-
-    def _followed(self, call: cst.Call, argument: cst.Arg, what: Tracked) -> None:
+    def _followed(self, call: cst.Call, argument: cst.Arg, what: _Tracked) -> None:
         """Go on inside the functions of the file that may be called; modules of torch take any strides."""
         scope = what.scope
-        targets = _targets(call, scope) if what.depth < MAX_DEPTH else None
+        targets = _targets(call, scope) if what.depth < MAX_DEPTH and not argument.star else None
         if targets is None:
-            self.notices(f"it is handed to `{scope.module.code(call.func)}`, of which nothing is known")
-            return
-        for function, owner in targets:
+            self.notices(f"it is handed to `{scope.module.code(call.func)}`, of which nothing is known", what)
+        for function, owner in targets or ():
             inner = scope.effects.scope(function, owner, scope.depth + 1)
             if (name := _parameter(call, argument, function)) is None:
-                self.notices(f"`{scope.module.code(call)}`")
-                return
-            if self._returns(inner, name, replace(what, call=what.call if owner is scope.owner else None)):
-                self.expression(call, what.other())
+                self.notices(f"`{scope.module.code(call)}`", what)
+            else:
+                for lies, copied in sorted(self._returned_by(inner, name, what)):
+                    self.expression(call, replace(what, lies=lies, copied=copied))
 
-    def _returns(self, inner: Scope, name: str, what: Tracked) -> bool:
-        """Look at what a function does with a parameter; return whether it may return it."""
-        entry = (id(inner.function), name)
+    def _returned_by(self, inner: Scope, name: str, what: _Tracked) -> set[tuple[str, bool]]:
+        """Look at what a function does with a parameter; return how it may return it."""
+        entry = (id(inner.function), name, what.lies, what.copied)
         if entry not in self.returning:
-            self.returning[entry] = False
+            self.returning[entry] = set()
             for read in reads_of(name, inner):
                 if Identity(inner).assignment(name, read) is None:
-                    here = Tracked(inner, what.call, what.depth + 1, what.copied, entry, what.last)
-                    self.expression(read, here)
+                    self.expression(read, replace(what, scope=inner, depth=what.depth + 1, entry=entry))
         return self.returning[entry]
 
-    def _element(self, display: cst.CSTNode, element: cst.BaseElement, what: Tracked) -> None:
-        module = what.scope.module
-        above = module.parent(display)
-        if isinstance(above, cst.Assign) and isinstance(display, cst.Tuple):
-            place = next(i for i, e in enumerate(display.elements) if e is element)
-            for target in above.targets:
-                same = isinstance(target.target, cst.Tuple) and len(target.target.elements) == len(display.elements)
-                inner = (
-                    target.target.elements[place].value
-                    if isinstance(target.target, cst.Tuple) and same
-                    else target.target
-                )
-                self._bound(inner, above, what)
-        else:
-            self.expression(display, what)
+    def _element(self, display: cst.CSTNode, element: cst.BaseElement, what: _Tracked) -> None:
+        above = what.scope.module.parent(display)
+        if not isinstance(above, cst.Assign) or not isinstance(display, cst.Tuple):
+            return self.expression(display, what)
+        place = next(i for i, e in enumerate(display.elements) if e is element)
+        for target in (line.target for line in above.targets):
+            same = isinstance(target, cst.Tuple) and len(target.elements) == len(display.elements)
+            self._bound(target.elements[place].value if same else target, above, what)  # type: ignore[attr-defined]
 
-    def _bound(self, target: cst.CSTNode, line: cst.CSTNode, what: Tracked) -> None:
+    def _bound(self, target: cst.CSTNode, line: cst.CSTNode, what: _Tracked) -> None:
         """Look at every read of what an assignment binds."""
         module = what.scope.module
         if isinstance(target, (cst.Tuple, cst.List)):
             for element in target.elements:
                 self._bound(element.value, line, what)
-            return
-        if (name := self_attribute(target)) is not None:
-            self._kept_as(name, what)
-            return
-        if not isinstance(target, cst.Name):
-            self.notices(f"it is kept in `{module.code(target)}`")
-            return
-        statement = module.statement(line)
-        for read in reads_of(target.value, what.scope):
-            if read is not target and _may_reach(what.scope, target.value, statement, read):
-                self.expression(read, what)
+        elif isinstance(target, cst.Name):
+            statement = module.statement(line)
+            for read in reads_of(target.value, what.scope):
+                if read is not target and _may_reach(what.scope, target.value, statement, read):
+                    self.expression(read, what)
+        else:
+            self.notices(f"it is kept in `{module.code(target)}`", what)
 
-    def _returned(self, what: Tracked) -> None:
+    def _returned(self, what: _Tracked) -> None:
         """Look at what the callers of this method do with what it returns."""
         if what.entry is not None:
-            self.returning[what.entry] = True
+            self.returning[what.entry].add((what.lies, what.copied))
             return
-        if what.depth >= MAX_DEPTH or what.scope.owner is None:
-            return
-        for call, scope in _callers(what.scope):
-            same = what.call if scope.owner is what.scope.owner else None
-            self.expression(call, Tracked(scope, same, what.depth + 1))
+        self.leaves = self.leaves or (what.lies != "alone" and what.scope.function.name.value == "forward")
+        if what.depth < MAX_DEPTH and what.scope.owner is not None:
+            for call, scope in _callers(what.scope):
+                self.expression(call, replace(what, scope=scope, depth=what.depth + 1))
 
 
-def _is_target(node: cst.Attribute, module: Module) -> bool:
-    """Whether an attribute is set or added to, and not read."""
-    above = module.parent(node)
-    adds = isinstance(above, cst.Attribute) and above.attr.value in known.CONTAINER_WRITES
-    return (
-        adds
-        or isinstance(above, (cst.AssignTarget, cst.Del))
-        or (isinstance(above, cst.AnnAssign) and above.target is node)
-    )
+def _turned(what: _Tracked) -> _Tracked:
+    return replace(what, lies="turned") if what.lies == "slice" else what
+
+
+def _split_alike(scope: Scope, calls: Sequence[LinearCall]) -> bool:
+    """Return whether the results of all calls are first split into heads, all by the same words."""
+    said = set[str]()
+    for call in calls:
+        above = scope.module.parent(call.node)
+        view = scope.module.parent(above)
+        if not isinstance(above, cst.Attribute) or above.attr.value not in ("view", "reshape"):
+            return False
+        if not isinstance(view, cst.Call) or view.func is not above or not _splits_heads(view, scope):
+            return False
+        said.add(", ".join(scope.module.code(argument.value) for argument in view.args))
+    return len(said) == 1
+
+
+def _splits_heads(view: cst.Call, scope: Scope) -> bool:
+    """Whether a `view` names as many sizes as heads have dimensions: the last dimension is split, and not merged."""
+    return sum(_sizes(argument, scope) for argument in view.args) >= _HEADS
+
+
+def _sizes(node: cst.CSTNode, scope: Scope) -> int:
+    """Return how many sizes an argument names, two for `*x.shape[:-1]` and the like."""
+    if isinstance(node, (cst.Arg, cst.StarredElement)):
+        inside = _sizes(node.value, scope)
+        return max(inside, 2) if isinstance(node, cst.StarredElement) or node.star else inside
+    if isinstance(node, cst.Name):
+        value = scope.single.get(node.value)
+        return _sizes(value, scope) if isinstance(value, (cst.Tuple, cst.List, cst.BinaryOperation)) else 1
+    if isinstance(node, (cst.Tuple, cst.List)):
+        return sum(_sizes(e if isinstance(e, cst.StarredElement) else e.value, scope) for e in node.elements)
+    if isinstance(node, cst.BinaryOperation) and isinstance(node.right, cst.Tuple):
+        return max(_sizes(node.left, scope), 2) + _sizes(node.right, scope)
+    return 1
 
 
 def _parameter(call: cst.Call, argument: cst.Arg, function: cst.FunctionDef) -> str | None:
@@ -434,19 +416,6 @@ def _rebinding(scope: Scope, name: str, line: cst.BaseStatement) -> Iterator[cst
         if isinstance(above, (cst.For, cst.While)):
             return
         node = above
-
-
-def _is_dead(scope: Scope, base: cst.BaseExpression) -> bool:
-    """Whether the tensor that an operation is applied to is read by nothing else."""
-    if not isinstance(base, cst.Name):
-        return isinstance(base, cst.Call)
-    reads = list(reads_of(base.value, scope))
-    if len(reads) == 1:
-        return True
-    statement = scope.module.statement(base)
-    if not isinstance(statement, cst.SimpleStatementLine) or base.value not in plainly_bound(statement):
-        return False
-    return [read for read in reads if scope.module.statement(read) is statement] == [base]
 
 
 def _names_sizes(call: cst.Call, scope: Scope) -> bool:
