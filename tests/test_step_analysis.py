@@ -7,7 +7,9 @@ import pytest
 
 from rewrite.analysis.blocks.term_source import NotWritable, source
 from rewrite.analysis.blocks.terms import computed_in_step
+from rewrite.analysis.decode.layer_methods import _unpacked
 from rewrite.analysis.terms.computation import NotComputable
+from rewrite.analysis.terms.spelling import Term, constant, make
 from rewrite.analysis.tree.module import Module
 
 CLASS = """
@@ -136,3 +138,34 @@ def test_a_new_tensor_that_is_written_in_two_parts():
 def test_tensors_that_are_written_otherwise(body):
     with pytest.raises(NotComputable):
         computed(body)
+
+
+HIDDEN = Term("parameter", (), "hidden_states")
+
+
+def unpacked(attribute: str, kind: str) -> tuple[Term, Term]:
+    """What a layer returns that unpacks `self.<attribute>(x)` if it is a <kind>, and what one that does not."""
+    call = Term("call", (Term("attribute", (), attribute), HIDDEN))
+    test = Term("isinstance", (call, Term("name", (), kind)))
+    whole = Term("select", (test, Term("index", (call, constant(0))), call))
+    return make("add", HIDDEN, whole), make("add", HIDDEN, call)
+
+
+def test_a_block_returns_a_tensor() -> None:
+    whole, plain = unpacked("mlp", "tuple")
+    assert _unpacked(whole, {"mlp": ()}) == plain
+
+
+@pytest.mark.parametrize(
+    ("attribute", "kind", "blocks"),
+    [
+        ("mlp", "tuple", {}),
+        ("mlp", "tuple", {"other": ()}),
+        ("self_attn", "tuple", {"self_attn": ("position_embeddings", "past_key_values")}),
+        ("mlp", "Tensor", {"mlp": ()}),
+    ],
+    ids=["no block", "of another block", "an attention", "another class"],
+)
+def test_anything_else_stays(attribute: str, kind: str, blocks: dict[str, tuple[str, ...]]) -> None:
+    whole, _ = unpacked(attribute, kind)
+    assert _unpacked(whole, blocks) == whole

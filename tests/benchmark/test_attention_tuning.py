@@ -17,33 +17,11 @@ from rewrite.source.resolve import resolve
 from rewrite.transforms import select
 from rewrite.tuning import attention_tiles
 from rewrite.tuning.attention_tiles import Attention, plain_attention
-from rewrite.tuning.choices import Choice, choose, rows
+from rewrite.tuning.choices import Choice
 from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.subjects import find_subjects
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"
-
-
-class Fake:
-    def __init__(self, **us: float):
-        self.us = us
-
-    def times(self, size: Any) -> dict[str, float]:
-        return self.us
-
-
-@pytest.mark.parametrize(
-    ("us", "name"),
-    [
-        ({"own": 10.0, "ck": 8.0, "aotriton": 9.0}, "ck"),
-        ({"own": 10.0, "cudnn": 9.9}, "own"),  # within the noise
-        ({"own": 10.0}, "own"),
-    ],
-)
-def test_the_fastest_backend_wins_beyond_the_noise(us: dict[str, float], name: str) -> None:
-    (choice,) = choose(Fake(**us), {"bfloat16 1x8/2x64 512:512 causal": 3}, "own")
-    assert choice == Choice("bfloat16 1x8/2x64 512:512 causal", 3, name, us)
-    assert rows([choice], "own")[0][3] == ("=" if name == "own" else name)
 
 
 def test_what_other_chips_and_sizes_say_stays(tmp_path: Path) -> None:

@@ -21,14 +21,13 @@ class Outcome:
         return [line for line in self.err.splitlines() if "…" not in line]
 
 
-class CommandLine:
-    """Runs `rewrite` in this process and returns what it printed."""
+captured: pytest.CaptureFixture[str] = None  # type: ignore[assignment]
+"""What the test at hand prints: its conftest sets it."""
 
-    def __init__(self, capfd: pytest.CaptureFixture[str]):
-        self.capfd = capfd
 
-    def __call__(self, *args: object) -> Outcome:
-        self.capfd.readouterr()
-        code = cli.run([str(arg) for arg in args])
-        out, err = self.capfd.readouterr()
-        return Outcome(code, out, err)
+def rewrite(*args: object) -> Outcome:
+    """Run `rewrite` in this process, and return what it printed."""
+    captured.readouterr()
+    code = cli.run([str(arg) for arg in args])
+    out, err = captured.readouterr()
+    return Outcome(code, out, err)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import command_line
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"
 
 
-@pytest.fixture
-def rewrite(capfd: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(capfd)
+@pytest.fixture(autouse=True)
+def _captured(capfd: pytest.CaptureFixture[str]) -> None:
+    command_line.captured = capfd
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def package(here: Path, rewrite: CommandLine) -> Path:
+def package(here: Path) -> Path:
     """A package in `here/out`, made with one transform."""
     done = rewrite("modeling_tiny.py", "--out", "out", "--no-verify", "--only", "fuse_qkv")
     assert done.code == 0, done.err

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine, Outcome
+from command_line import Outcome, rewrite
 from kept_verdicts import keep
 
 MISSING = """
@@ -67,12 +67,12 @@ def fails(done: Outcome, code: int, *parts: str) -> None:
         (("completion", "tcsh"), ("'tcsh'",)),
     ],
 )
-def test_usage(here: Path, rewrite: CommandLine, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
+def test_usage(here: Path, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
     fails(rewrite(*arguments), 2, *parts)
     assert sorted(path.name for path in here.iterdir()) == ["modeling_tiny.py"]
 
 
-def test_a_file_that_does_not_parse_names_the_line(here: Path, rewrite: CommandLine) -> None:
+def test_a_file_that_does_not_parse_names_the_line(here: Path) -> None:
     (here / "modeling_bad.py").write_text("x = 1\n\ndef f(:\n    pass\n")
     fails(rewrite("modeling_bad.py", "--out", "o", "--no-verify"), 2, "modeling_bad.py:3")
     assert not (here / "o").exists()
@@ -88,12 +88,12 @@ def test_a_file_that_does_not_parse_names_the_line(here: Path, rewrite: CommandL
     ],
     ids=["parentheses", "operators", "literals", "null"],
 )
-def test_a_file_that_would_end_the_parser(here: Path, rewrite: CommandLine, text: str, message: str) -> None:
+def test_a_file_that_would_end_the_parser(here: Path, text: str, message: str) -> None:
     (here / "modeling_bad.py").write_text(text)
     fails(rewrite("modeling_bad.py", "--out", "o", "--no-verify"), 2, "modeling_bad.py", message)
 
 
-def test_a_chain_of_elifs_names_its_line(here: Path, rewrite: CommandLine) -> None:
+def test_a_chain_of_elifs_names_its_line(here: Path) -> None:
     text = (here / "modeling_tiny.py").read_text()
     chain = "".join(f"        elif self.x == {i}:\n            y = {i}\n" for i in range(1500))
     head = "    def forward(self, hidden_states):\n"
@@ -105,9 +105,7 @@ def test_a_chain_of_elifs_names_its_line(here: Path, rewrite: CommandLine) -> No
     assert line < int(failed.said[0].split(":")[2]) < line + 150
 
 
-def test_a_rule_that_runs_out_of_levels_is_no_bug_of_ours(
-    here: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rule_that_runs_out_of_levels_is_no_bug_of_ours(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def deep(*arguments: Any) -> None:
         raise RecursionError
 
@@ -119,7 +117,7 @@ def test_a_rule_that_runs_out_of_levels_is_no_bug_of_ours(
     fails(rewrite("modeling_tiny.py", "--out", "o", "--no-verify", "--only", "fuse_qkv"), 2, "nested too deeply")
 
 
-def test_a_pipe_is_no_modeling_file(here: Path, rewrite: CommandLine) -> None:
+def test_a_pipe_is_no_modeling_file(here: Path) -> None:
     os.mkfifo(here / "modeling_pipe.py")
     fails(rewrite("modeling_pipe.py", "--out", "o", "--no-verify"), 2, "no regular file")
 
@@ -135,7 +133,7 @@ def test_a_pipe_is_no_modeling_file(here: Path, rewrite: CommandLine) -> None:
         ("[" * 20_000, "nested without end"),
     ],
 )
-def test_a_malformed_configuration(here: Path, rewrite: CommandLine, text: str, message: str) -> None:
+def test_a_malformed_configuration(here: Path, text: str, message: str) -> None:
     (here / "c").mkdir()
     (here / "c" / "config.json").write_text(text)
     fails(rewrite("./c", "--out", "o", "--no-verify"), 2, "cannot use the checkpoint c", message)
@@ -143,17 +141,17 @@ def test_a_malformed_configuration(here: Path, rewrite: CommandLine, text: str, 
 
 
 @pytest.mark.parametrize("command", ["diff", "check", "sync", "undo", "verify", "tune"])
-def test_a_path_that_is_too_long(here: Path, rewrite: CommandLine, command: str) -> None:
+def test_a_path_that_is_too_long(here: Path, command: str) -> None:
     fails(rewrite(command, "x" * 300), 2, "cannot use the path", "...", "File name too long")
     fails(rewrite("modeling_tiny.py", "--out", "x" * 300, "--no-verify"), 2, "File name too long")
 
 
-def test_a_package_of_the_same_name_is_named(rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_of_the_same_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("rewrite.DISTRIBUTION")
     fails(rewrite("--version"), 2, "has that name too")
 
 
-def test_no_site_is_said_and_nothing_written(here: Path, rewrite: CommandLine) -> None:
+def test_no_site_is_said_and_nothing_written(here: Path) -> None:
     (here / "modeling_plain.py").write_text("x = 1\n")
     fails(rewrite("modeling_plain.py", "--out", "o", "--no-verify"), 1, "nothing to rewrite", "Nothing was written")
     assert not (here / "o").exists()
@@ -163,18 +161,18 @@ def test_no_site_is_said_and_nothing_written(here: Path, rewrite: CommandLine) -
         assert (reported.code, report["sites"], report["written"]) == (1, 0, False)
 
 
-def test_a_source_already_rewritten(package: Path, rewrite: CommandLine) -> None:
+def test_a_source_already_rewritten(package: Path) -> None:
     fails(rewrite(package / "modeling_tiny.py", "--out", "o", "--no-verify"), 2, "already rewritten")
     fails(rewrite(package, "--out", "o", "--no-verify"), 2, "already rewritten")
 
 
-def test_weights_of_another_architecture(here: Path, rewrite: CommandLine) -> None:
+def test_weights_of_another_architecture(here: Path) -> None:
     (here / "c").mkdir()
     (here / "c" / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
     fails(rewrite("llama", "--out", "o", "--weights", "c"), 2, "holds a 'qwen3' model")
 
 
-def test_a_report_that_cannot_be_written(here: Path, rewrite: CommandLine) -> None:
+def test_a_report_that_cannot_be_written(here: Path) -> None:
     arguments = ("modeling_tiny.py", "--dry-run", "--diff", "none", "--only", "fuse_qkv", "--json", "/dev/full")
     done = rewrite(*arguments)
     assert done.code == 1
@@ -182,13 +180,13 @@ def test_a_report_that_cannot_be_written(here: Path, rewrite: CommandLine) -> No
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 99}', '{"schema": 1}', "\\xff"])
-def test_a_broken_lock(package: Path, rewrite: CommandLine, text: str) -> None:
+def test_a_broken_lock(package: Path, text: str) -> None:
     (package / "rewrite.lock").write_text(text)
     fails(rewrite("diff", package), 2, "rewrite.lock")
 
 
 @pytest.mark.parametrize("name", ["modeling_tiny.py", ".rewrite/texts.zip"])
-def test_a_package_with_a_file_gone(package: Path, rewrite: CommandLine, name: str) -> None:
+def test_a_package_with_a_file_gone(package: Path, name: str) -> None:
     (package / name).unlink()
     fails(rewrite("diff", package, "--generated"), 2, name)
     if name.startswith("."):  # the text is made anew, so a merge has what it starts from
@@ -198,7 +196,7 @@ def test_a_package_with_a_file_gone(package: Path, rewrite: CommandLine, name: s
         fails(rewrite("sync", package), 2, name)
 
 
-def test_a_broken_verdict(package: Path, rewrite: CommandLine) -> None:
+def test_a_broken_verdict(package: Path) -> None:
     keep(package)
     path = package / "verify.json"
     whole = json.loads(path.read_text())
@@ -214,9 +212,7 @@ def test_a_broken_verdict(package: Path, rewrite: CommandLine) -> None:
         )
 
 
-def test_a_bug_of_ours_is_one_line_and_a_log(
-    here: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_of_ours_is_one_line_and_a_log(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any) -> None:
         raise ZeroDivisionError("planted")
 
@@ -262,7 +258,7 @@ def test_without_transformers_it_says_what_to_install(here: Path) -> None:
     assert in_process(here, {"transformers", "torch"}, *arguments).code == 0
 
 
-def test_the_report_says_what_was_done(here: Path, rewrite: CommandLine) -> None:
+def test_the_report_says_what_was_done(here: Path) -> None:
     done = rewrite("modeling_tiny.py", "--out", "o", "--no-verify", "--only", "fuse_qkv", "--json", "-")
     report = json.loads(done.out)
     assert report["written"] is True
@@ -297,7 +293,7 @@ class Norm(nn.Module):
     ids=["no model", "another release"],
 )
 def test_an_original_that_cannot_be_verified_is_no_transforms_fault(
-    here: Path, rewrite: CommandLine, text: str, code: int, said: str
+    here: Path, text: str, code: int, said: str
 ) -> None:
     (here / "modeling_plain.py").write_text(text)
     done = rewrite("modeling_plain.py", "--out", "out", "--quick")
@@ -310,7 +306,7 @@ def test_an_original_that_cannot_be_verified_is_no_transforms_fault(
 
 
 @pytest.mark.slow
-def test_a_neighbour_imported_as_if_it_were_installed_is_named(here: Path, rewrite: CommandLine) -> None:
+def test_a_neighbour_imported_as_if_it_were_installed_is_named(here: Path) -> None:
     (here / "sizes_of_plain.py").write_text("WIDTH = 4\n")
     (here / "modeling_plain.py").write_text(f"from sizes_of_plain import WIDTH\n{PLAIN}")
     done = rewrite("modeling_plain.py", "--out", "out", "--quick")
@@ -318,7 +314,7 @@ def test_a_neighbour_imported_as_if_it_were_installed_is_named(here: Path, rewri
     assert "sizes_of_plain.py lies beside it: `from .sizes_of_plain import …` takes it along" in done.err
 
 
-def test_a_folder_of_modeling_files_is_told_to_name_one(here: Path, rewrite: CommandLine) -> None:
+def test_a_folder_of_modeling_files_is_told_to_name_one(here: Path) -> None:
     (here / "own").mkdir()
     (here / "own" / "modeling_plain.py").write_text(PLAIN)
     done = rewrite("own", "--out", "out", "--no-verify")
@@ -335,7 +331,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_an_edit_that_is_no_python(package: Path, rewrite: CommandLine, name: str) -> None:
+def test_an_edit_that_is_no_python(package: Path, name: str) -> None:
     before, said = TEXTS[name]
     path = package / "modeling_tiny.py"
     path.write_bytes(before + path.read_bytes())
@@ -348,14 +344,14 @@ def test_an_edit_that_is_no_python(package: Path, rewrite: CommandLine, name: st
     assert (package / "modeling_tiny.py.undone").read_bytes().startswith(before)
 
 
-def test_a_byte_order_mark_is_no_error(package: Path, rewrite: CommandLine) -> None:
+def test_a_byte_order_mark_is_no_error(package: Path) -> None:
     path = package / "modeling_tiny.py"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
     assert rewrite("check", package).code == 0
     assert rewrite("diff", package, "--edits", "--quiet").code == 0
 
 
-def test_what_a_sync_cannot_mend_is_not_sent_to_it(package: Path, rewrite: CommandLine) -> None:
+def test_what_a_sync_cannot_mend_is_not_sent_to_it(package: Path) -> None:
     (package / "modeling_tiny.py").unlink()
     done = rewrite("check", package)
     assert done.code == 1
@@ -372,25 +368,25 @@ def test_what_a_sync_cannot_mend_is_not_sent_to_it(package: Path, rewrite: Comma
 
 
 @pytest.mark.parametrize("text", ["", "[]"])
-def test_what_measures_says_that_a_lock_is_broken(package: Path, rewrite: CommandLine, text: str) -> None:
+def test_what_measures_says_that_a_lock_is_broken(package: Path, text: str) -> None:
     (package / "rewrite.lock").write_text(text)
     fails(rewrite("bench", package, "--device", "cpu"), 2, "its rewrite.lock cannot be read")
 
 
-def test_a_verdict_of_the_wrong_kind_is_shown_as_that(package: Path, rewrite: CommandLine) -> None:
+def test_a_verdict_of_the_wrong_kind_is_shown_as_that(package: Path) -> None:
     (package / "verify.json").write_text('{"passed": "yes", "environment": 5, "gates": [7, {"checks": 3}]}')
     done = rewrite("diff", package, "--format", "markdown")
     assert done.code == 0, done.err
     assert "verify.json cannot be read" in done.out
 
 
-def test_links_that_go_round(here: Path, rewrite: CommandLine) -> None:
+def test_links_that_go_round(here: Path) -> None:
     (here / "loop").symlink_to("loop")
     for arguments in (("modeling_tiny.py", "--out", "loop", "--no-verify"), ("check", "loop")):
         fails(rewrite(*arguments), 2, "loop")
 
 
-def test_a_report_named_in_the_configuration(package: Path, here: Path, rewrite: CommandLine) -> None:
+def test_a_report_named_in_the_configuration(package: Path, here: Path) -> None:
     (here / "pyproject.toml").write_text('[tool.rewrite]\njson = "report.json"\n')
     assert rewrite("check", package).code == 0
     assert json.loads((here / "report.json").read_text())["command"] == "check"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +24,7 @@ def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
-def test_help_shows_the_default_command_and_the_others(rewrite: CommandLine, arguments: tuple[str, ...]) -> None:
+def test_help_shows_the_default_command_and_the_others(arguments: tuple[str, ...]) -> None:
     shown = rewrite(*arguments)
     assert shown.code == 0
     for part in ("rewrite MODEL --out DIR", "--no-verify", "transforms", "--version"):
@@ -32,7 +32,7 @@ def test_help_shows_the_default_command_and_the_others(rewrite: CommandLine, arg
     assert max(map(len, shown.out.splitlines())) <= 100
 
 
-def test_every_command_has_help(rewrite: CommandLine) -> None:
+def test_every_command_has_help() -> None:
     from rewrite.cli import COMMANDS
 
     for name, short in COMMANDS.items():
@@ -42,17 +42,17 @@ def test_every_command_has_help(rewrite: CommandLine) -> None:
         assert short
 
 
-def test_options_may_stand_before_the_model(here: Path, rewrite: CommandLine) -> None:
+def test_options_may_stand_before_the_model(here: Path) -> None:
     assert rewrite("--dry-run", "--only", "fuse_qkv", "modeling_tiny.py").code == 0
 
 
-def test_models_are_listed_with_their_files(rewrite: CommandLine) -> None:
+def test_models_are_listed_with_their_files() -> None:
     lines = dict(line.split("\t") for line in rewrite("models", "llama").out.splitlines())
     assert lines["llama"] == "models/llama/modeling_llama.py"
     assert json.loads(rewrite("models", "llama", "--json", "-").out)["models"] == lines
 
 
-def test_transforms_are_listed_and_explained(rewrite: CommandLine) -> None:
+def test_transforms_are_listed_and_explained() -> None:
     listed = json.loads(rewrite("transforms", "--json", "-").out)["transforms"]
     names = [line.split("\t")[0] for line in rewrite("transforms").out.splitlines()]
     assert set(names) == set(listed)
@@ -80,7 +80,7 @@ def test_completion(words: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_scripts(rewrite: CommandLine, shell: str) -> None:
+def test_completion_scripts(shell: str) -> None:
     script = rewrite("completion", shell)
     assert script.code == 0
     assert f"_REWRITE_COMPLETE={shell}_complete" in script.out

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 ARGUMENTS = ("modeling_tiny.py", "--no-verify", "--only", "fuse_qkv", "--out", "out", "--commit")
 
@@ -28,7 +28,7 @@ def repository(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-def test_a_review_sees_the_lines_that_changed(repository: Path, rewrite: CommandLine) -> None:
+def test_a_review_sees_the_lines_that_changed(repository: Path) -> None:
     (repository / "staged.txt").write_text("mine")
     git("add", "staged.txt")
     done = rewrite(*ARGUMENTS)
@@ -43,7 +43,7 @@ def test_a_review_sees_the_lines_that_changed(repository: Path, rewrite: Command
     assert git("status", "--porcelain") == "A  staged.txt\n"  # as it was
 
 
-def test_a_sync_commits_upstreams_change_and_then_ours(repository: Path, rewrite: CommandLine) -> None:
+def test_a_sync_commits_upstreams_change_and_then_ours(repository: Path) -> None:
     assert rewrite(*ARGUMENTS).code == 0
     path = repository / "modeling_tiny.py"
     path.write_text(path.read_text().replace("attention_dropout = 0.0", "attention_dropout = 0.1"))
@@ -57,7 +57,7 @@ def test_a_sync_commits_upstreams_change_and_then_ours(repository: Path, rewrite
     assert git("status", "--porcelain") == ""
 
 
-def test_in_a_repository_without_a_commit(here: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_repository_without_a_commit(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL"):
         monkeypatch.setenv(name, "a@example.org")
     git("init", "-q")
@@ -65,7 +65,7 @@ def test_in_a_repository_without_a_commit(here: Path, rewrite: CommandLine, monk
     assert len(git("log", "--format=%s").splitlines()) == 2
 
 
-def test_what_cannot_be_committed_is_said_before_anything_is_made(here: Path, rewrite: CommandLine) -> None:
+def test_what_cannot_be_committed_is_said_before_anything_is_made(here: Path) -> None:
     done = rewrite(*ARGUMENTS)
     assert (done.code, "it lies in no git repository" in done.err) == (2, True)
     git("init", "-q")

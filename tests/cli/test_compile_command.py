@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import CommandLine
+from command_line import rewrite
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_rewrite_runtime.launching import card_tables, launch, precompiled
@@ -75,7 +75,7 @@ def jit(package: Path, cache: Path, rows: int) -> dict[str, list[str]]:
 
 
 @needs_triton
-def test_a_launch_finds_what_was_compiled_ahead(package: Path, rewrite: CommandLine, tmp_path: Path) -> None:
+def test_a_launch_finds_what_was_compiled_ahead(package: Path, tmp_path: Path) -> None:
     asked = (
         "compile",
         str(package),
@@ -102,7 +102,7 @@ def test_a_launch_finds_what_was_compiled_ahead(package: Path, rewrite: CommandL
 
 
 @needs_triton
-def test_into_a_cache_of_triton(package: Path, rewrite: CommandLine, tmp_path: Path) -> None:
+def test_into_a_cache_of_triton(package: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     (tmp_path / "checkpoint").mkdir()
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
@@ -118,7 +118,7 @@ def test_into_a_cache_of_triton(package: Path, rewrite: CommandLine, tmp_path: P
     assert sum("take_best" in group.name for group in groups) == 2  # without ends, and with two
 
 
-def test_what_it_wants_to_be_told(package: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_wants_to_be_told(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = rewrite("compile", str(package), "--target", "H100")
     assert shown.code == 2
     assert "--weights DIR or --shape" in shown.err
@@ -147,7 +147,7 @@ def test_what_is_linked_with_a_driver_that_is_not_here_asks_for_it(tmp_path: Pat
 @pytest.mark.gpu
 @needs_triton
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_for_the_gpu_that_is_here(package: Path, rewrite: CommandLine, tmp_path: Path) -> None:
+def test_for_the_gpu_that_is_here(package: Path, tmp_path: Path) -> None:
     copy = tmp_path / "llama"
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("kernels"))
     shown = rewrite("compile", str(copy), "--shape", "tiny", "--context", "512", "--ship", "--json", "-")

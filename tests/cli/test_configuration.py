@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 
 def configure(here: Path, text: str) -> None:
     (here / "pyproject.toml").write_text(text)
 
 
-def test_the_command_line_wins(here: Path, rewrite: CommandLine) -> None:
+def test_the_command_line_wins(here: Path) -> None:
     configure(here, '[tool.rewrite]\nverify = false\nonly = ["fuse_qkv"]\nquiet = true\n')
     done = rewrite("modeling_tiny.py", "--out", "out")
     assert (done.code, done.out, done.err) == (0, "", "")
@@ -25,7 +25,7 @@ def test_the_command_line_wins(here: Path, rewrite: CommandLine) -> None:
 
 
 def test_a_table_of_a_command_goes_before_the_general_one(
-    here: Path, package: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
+    here: Path, package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configure(
         here, '[tool.rewrite]\njson = "other.json"\n\n[tool.rewrite.diff]\ndiff = "stat"\njson = "report.json"\n'
@@ -37,9 +37,7 @@ def test_a_table_of_a_command_goes_before_the_general_one(
     assert (report["version"], report["command"]) == (1, "diff")
 
 
-def test_a_typed_option_of_the_verification_turns_it_on(
-    here: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_typed_option_of_the_verification_turns_it_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(here, "[tool.rewrite]\nverify = false\n")
     monkeypatch.setattr("rewrite.delivery.precheck.missing_libraries", lambda: ["torch"])
     done = rewrite("modeling_tiny.py", "--out", "out", "--quick", "--only", "fuse_qkv")
@@ -59,7 +57,7 @@ def test_a_typed_option_of_the_verification_turns_it_on(
         ("[tool.rewrite\n", "it cannot be read"),
     ],
 )
-def test_a_mistake_is_one_error_that_names_the_place(here: Path, rewrite: CommandLine, text: str, said: str) -> None:
+def test_a_mistake_is_one_error_that_names_the_place(here: Path, text: str, said: str) -> None:
     configure(here, text)
     done = rewrite("diff", "nowhere")
     assert (done.code, len(done.said)) == (2, 1)
@@ -68,7 +66,7 @@ def test_a_mistake_is_one_error_that_names_the_place(here: Path, rewrite: Comman
     assert "pyproject.toml" not in rewrite("diff", "nowhere", "--no-config").err
 
 
-def test_numbers_may_be_a_list(here: Path, rewrite: CommandLine) -> None:
+def test_numbers_may_be_a_list(here: Path) -> None:
     configure(here, "[tool.rewrite.bench]\nbatch = [1, 8]\n")
     done = rewrite("bench", "nowhere")
     assert (done.code, "no model 'nowhere'" in done.err) == (2, True)
@@ -76,7 +74,7 @@ def test_numbers_may_be_a_list(here: Path, rewrite: CommandLine) -> None:
     assert "numbers from 1 with commas" in rewrite("bench", "nowhere").err
 
 
-def test_an_option_of_all_commands_is_converted_for_the_one_that_runs(here: Path, rewrite: CommandLine) -> None:
+def test_an_option_of_all_commands_is_converted_for_the_one_that_runs(here: Path) -> None:
     configure(here, '[tool.rewrite]\ntransformers = "5.23.0"\n')  # of `sweep` it is a folder
     assert rewrite("transforms").code == 0
     configure(here, '[tool.rewrite.sweep]\ntransformers = "5.23.0"\n')

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 from rewrite.offers import VENDORED
 from rewrite.package import vendored_files
@@ -50,9 +50,7 @@ def checkpoint(here: Path) -> Path:
 
 
 @pytest.mark.parametrize("vendored", [False, True])
-def test_what_is_exported_loads_elsewhere_and_computes_the_same(
-    here: Path, rewrite: CommandLine, vendored: bool
-) -> None:
+def test_what_is_exported_loads_elsewhere_and_computes_the_same(here: Path, vendored: bool) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(**SMALL, num_key_value_heads=2)
     transformers.LlamaForCausalLM(config).save_pretrained("llama")
@@ -79,7 +77,7 @@ def test_what_is_exported_loads_elsewhere_and_computes_the_same(
     assert found["runtimes"] == ([] if vendored else ["hf_rewrite_runtime"])
 
 
-def test_the_files_say_what_they_are(package: Path, checkpoint: Path, here: Path, rewrite: CommandLine) -> None:
+def test_the_files_say_what_they_are(package: Path, checkpoint: Path, here: Path) -> None:
     text = (package / "modeling_tiny.py").read_text()
     (package / "modeling_tiny.py").write_text("# Copyright 2020 Somebody. Licensed to all.\n" + text)
     done = rewrite("export", package, "--hub", "a/hub", "--checkpoint", checkpoint, "--vendor")
@@ -98,7 +96,7 @@ def test_the_files_say_what_they_are(package: Path, checkpoint: Path, here: Path
     assert "auto_map" not in json.loads((checkpoint / "config.json").read_text())
 
 
-def test_transformers_finds_every_file_in_the_modeling_file(package: Path, here: Path, rewrite: CommandLine) -> None:
+def test_transformers_finds_every_file_in_the_modeling_file(package: Path, here: Path) -> None:
     dynamic = pytest.importorskip("transformers.dynamic_module_utils")
     assert rewrite("export", package, "--hub", "hub", "--vendor").code == 0
     others = {path.stem for path in (here / "hub").glob("*.py")} - {"modeling_tiny"}
@@ -166,9 +164,7 @@ def test_two_files_of_one_flat_name_are_refused() -> None:
         flat_files(files, "modeling_x.py")
 
 
-def test_an_export_replaces_its_own_files_and_no_others(
-    package: Path, checkpoint: Path, here: Path, rewrite: CommandLine
-) -> None:
+def test_an_export_replaces_its_own_files_and_no_others(package: Path, checkpoint: Path, here: Path) -> None:
     arguments = ("export", package, "--hub", "hub", "--checkpoint", checkpoint, "--vendor")
     assert rewrite(*arguments).code == 0
     stale = here / "hub" / "rewrite_runtime_old.py"
@@ -190,14 +186,14 @@ def test_an_export_replaces_its_own_files_and_no_others(
     assert (refused.code, "is a rewritten package itself" in refused.err) == (2, True)
 
 
-def test_a_checkpoints_own_folder_may_take_the_files(package: Path, checkpoint: Path, rewrite: CommandLine) -> None:
+def test_a_checkpoints_own_folder_may_take_the_files(package: Path, checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(b"weights")
     assert rewrite("export", package, "--hub", checkpoint, "--checkpoint", checkpoint).code == 0
     assert (checkpoint / "model.safetensors").read_bytes() == b"weights"
     assert "AutoModelForCausalLM" in json.loads((checkpoint / "config.json").read_text())["auto_map"]
 
 
-def test_what_cannot_be_exported_is_said(package: Path, checkpoint: Path, here: Path, rewrite: CommandLine) -> None:
+def test_what_cannot_be_exported_is_said(package: Path, checkpoint: Path, here: Path) -> None:
     (checkpoint / "config.json").write_text('{"model_type": "x", "architectures": ["OtherForCausalLM"]}')
     refused = rewrite("export", package, "--hub", "hub", "--checkpoint", checkpoint)
     assert (refused.code, "does not define OtherForCausalLM" in refused.err) == (2, True)

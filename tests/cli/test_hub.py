@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 from rewrite.errors import MissingLibrary, NeighbourMissing, NotOnTheHub, UsageError
 from rewrite.package.lock import read_lock
@@ -73,7 +73,7 @@ def test_its_own_code_is_downloaded_where_it_is_trusted(here: Path, cache: Cache
     assert (other.path, other.remote_code, other.origin) == (source.path, True, source.origin)
 
 
-def test_a_package_of_it_needs_neither_cache_nor_network(here: Path, cache: Cache, rewrite: CommandLine) -> None:
+def test_a_package_of_it_needs_neither_cache_nor_network(here: Path, cache: Cache) -> None:
     cache("org/cedar", OWN, *(path.name for path in REMOTE.glob("*cedar*.py")))
     done = rewrite("org/cedar", "--out", "out", "--no-verify", "--trust-remote-code")
     assert done.code == 0, done.err
@@ -91,9 +91,7 @@ def test_a_package_of_it_needs_neither_cache_nor_network(here: Path, cache: Cach
     assert (refused.code, "--trust-remote-code" in refused.err) == (2, True)
 
 
-def test_what_cannot_be_had_is_said_in_one_line(
-    here: Path, cache: Cache, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_had_is_said_in_one_line(here: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     done = rewrite("org/name", "--out", "o", "--no-verify")
     assert done.code == 2
     (said,) = done.said

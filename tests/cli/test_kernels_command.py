@@ -6,7 +6,7 @@ import importlib.util
 import json
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 from rewrite.kernels import kernel_run
 from rewrite.kernels.assembly import Figures
@@ -27,7 +27,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     return rows
 
 
-def test_a_table_and_nothing_to_find(rewrite: CommandLine, compiled: list[Row]) -> None:
+def test_a_table_and_nothing_to_find(compiled: list[Row]) -> None:
     shown = rewrite("kernels", "--target", "gfx942")
     assert shown.code == 0
     assert "gfx942 · AMD MI300, MI325" in shown.out
@@ -36,7 +36,7 @@ def test_a_table_and_nothing_to_find(rewrite: CommandLine, compiled: list[Row]) 
     assert "1 launch for gfx942 by triton 3.6.0: no findings" in shown.out
 
 
-def test_findings_are_lines_and_the_exit_code(rewrite: CommandLine, compiled: list[Row]) -> None:
+def test_findings_are_lines_and_the_exit_code(compiled: list[Row]) -> None:
     compiled.append(row(shape="70B", error="LLVM ERROR: no", figures=None))
     compiled.append(row(shape="1B", shared=70000))
     shown = rewrite("kernels", "--json", "-")
@@ -48,13 +48,13 @@ def test_findings_are_lines_and_the_exit_code(rewrite: CommandLine, compiled: li
     assert "gfx942 · linear · 1B: 70000 bytes of LDS, gfx942 has 65536" in shown.err
 
 
-def test_a_kernel_that_there_is_not(rewrite: CommandLine) -> None:
+def test_a_kernel_that_there_is_not() -> None:
     shown = rewrite("kernels", "rms")
     assert shown.code == 2
     assert "no kernel 'rms': there are beside, best_of_block, block_down," in shown.err
 
 
-def test_triton_is_missing(rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else there(name))
     shown = rewrite("kernels")
@@ -64,7 +64,7 @@ def test_triton_is_missing(rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_one_kernel_is_compiled(rewrite: CommandLine) -> None:
+def test_one_kernel_is_compiled() -> None:
     shown = rewrite("kernels", "rotary_rows", "--target", "gfx942", "--jobs", "1")
     assert shown.code == 0, shown.out + shown.err
     assert "1 launch for gfx942" in shown.out

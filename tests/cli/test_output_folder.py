@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 from rewrite.errors import OutputNotOurs
 from rewrite.package import swap
@@ -20,13 +20,13 @@ def hidden(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def test_parents_are_created(here: Path, rewrite: CommandLine) -> None:
+def test_parents_are_created(here: Path) -> None:
     assert rewrite(*ARGUMENTS, "--out", "a/b/out").code == 0
     assert (here / "a" / "b" / "out" / "rewrite.lock").is_file()
     assert hidden(here / "a" / "b") == []
 
 
-def test_a_folder_of_ours_is_made_anew_and_own_files_stay(package: Path, rewrite: CommandLine) -> None:
+def test_a_folder_of_ours_is_made_anew_and_own_files_stay(package: Path) -> None:
     (package / "notes").mkdir()
     (package / "notes" / "mine.txt").write_text("mine")
     (package / "verify.json").write_text("{}")
@@ -37,7 +37,7 @@ def test_a_folder_of_ours_is_made_anew_and_own_files_stay(package: Path, rewrite
 
 
 @pytest.mark.parametrize("force", [(), ("--force",)])
-def test_a_folder_that_is_no_package_is_refused(here: Path, rewrite: CommandLine, force: tuple[str, ...]) -> None:
+def test_a_folder_that_is_no_package_is_refused(here: Path, force: tuple[str, ...]) -> None:
     (here / "out").mkdir()
     (here / "out" / "thesis.txt").write_text("mine")
     refused = rewrite(*ARGUMENTS, "--out", "out", *force)
@@ -45,7 +45,7 @@ def test_a_folder_that_is_no_package_is_refused(here: Path, rewrite: CommandLine
     assert [path.name for path in (here / "out").iterdir()] == ["thesis.txt"]
 
 
-def test_a_package_without_its_lock_is_replaced_with_force_alone(package: Path, rewrite: CommandLine) -> None:
+def test_a_package_without_its_lock_is_replaced_with_force_alone(package: Path) -> None:
     assert rewrite("eject", package).code == 0
     refused = rewrite(*ARGUMENTS, "--out", package)
     assert (refused.code, "without a lock that can be read" in refused.err) == (2, True)
@@ -57,9 +57,7 @@ def test_a_package_without_its_lock_is_replaced_with_force_alone(package: Path, 
     assert (refused.code, "no part of a package, .git" in refused.err) == (2, True)
 
 
-def test_a_package_of_another_model_is_replaced_with_force_alone(
-    here: Path, package: Path, rewrite: CommandLine
-) -> None:
+def test_a_package_of_another_model_is_replaced_with_force_alone(here: Path, package: Path) -> None:
     other = here / "modeling_other.py"
     other.write_text((here / "modeling_tiny.py").read_text() + "\nOTHER = 1\n")
     (package / "mine.txt").write_text("mine")
@@ -72,9 +70,7 @@ def test_a_package_of_another_model_is_replaced_with_force_alone(
     assert (package.with_name("out.backup1") / "mine.txt").read_text() == "mine"
 
 
-def test_an_interrupted_backup_leaves_nothing_behind(
-    package: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_backup_leaves_nothing_behind(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (package / "modeling_tiny.py").write_text("# mine\n")
 
     def interrupted(folder: Path, part: Path, symlinks: bool) -> None:
@@ -86,9 +82,7 @@ def test_an_interrupted_backup_leaves_nothing_behind(
     assert hidden(package.parent) == []
 
 
-def test_the_home_and_the_root_can_never_be_an_output(
-    here: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_home_and_the_root_can_never_be_an_output(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "users" / "me").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(here / "users" / "me"))
     for out in ("users/me", "users"):
@@ -98,7 +92,7 @@ def test_the_home_and_the_root_can_never_be_an_output(
         swap.resolved(Path("/"))
 
 
-def test_a_count_that_falls_is_a_failure(here: Path, package: Path, rewrite: CommandLine) -> None:
+def test_a_count_that_falls_is_a_failure(here: Path, package: Path) -> None:
     path = here / "modeling_tiny.py"
     path.write_text(path.read_text().replace("= self.k_proj(hidden_states)", "= self.k_proj(hidden_states * 1)"))
     before = (package / "rewrite.lock").read_bytes()
@@ -111,7 +105,7 @@ def test_a_count_that_falls_is_a_failure(here: Path, package: Path, rewrite: Com
 
 
 @pytest.mark.parametrize("name", ["modeling_tiny.py", "__init__.py"])
-def test_edits_are_refused_and_with_force_kept_as_a_backup(package: Path, rewrite: CommandLine, name: str) -> None:
+def test_edits_are_refused_and_with_force_kept_as_a_backup(package: Path, name: str) -> None:
     (package / name).write_text("# mine\n")
     refused = rewrite(*ARGUMENTS, "--out", package)
     assert refused.code == 2
@@ -122,7 +116,7 @@ def test_edits_are_refused_and_with_force_kept_as_a_backup(package: Path, rewrit
     assert (package / name).read_text() != "# mine\n"
 
 
-def test_a_linked_folder_stays_a_link(here: Path, rewrite: CommandLine) -> None:
+def test_a_linked_folder_stays_a_link(here: Path) -> None:
     (here / "real").mkdir()
     (here / "link").symlink_to(here / "real")
     for _ in range(2):
@@ -132,7 +126,7 @@ def test_a_linked_folder_stays_a_link(here: Path, rewrite: CommandLine) -> None:
 
 
 @pytest.mark.parametrize("name", ["with space", "ünï-código", "9lives", "class"])
-def test_a_name_that_cannot_be_imported_gets_one_hint(here: Path, rewrite: CommandLine, name: str) -> None:
+def test_a_name_that_cannot_be_imported_gets_one_hint(here: Path, name: str) -> None:
     done = rewrite(*ARGUMENTS, "--out", name)
     assert done.code == 0
     assert done.err.count("cannot stand in an import statement") == 1
@@ -140,14 +134,14 @@ def test_a_name_that_cannot_be_imported_gets_one_hint(here: Path, rewrite: Comma
 
 
 @pytest.mark.parametrize("name", ["torch", "queue"])
-def test_a_name_that_hides_a_library_gets_one_hint(here: Path, rewrite: CommandLine, name: str) -> None:
+def test_a_name_that_hides_a_library_gets_one_hint(here: Path, name: str) -> None:
     done = rewrite(*ARGUMENTS, "--out", name)
     assert done.code == 0
     assert done.err.count(f"hides the library of that name from programs beside it; --out optimized_{name}") == 1
 
 
 @pytest.mark.parametrize("force", [(), ("--force",)])
-def test_places_that_can_never_be_an_output(here: Path, rewrite: CommandLine, force: tuple[str, ...]) -> None:
+def test_places_that_can_never_be_an_output(here: Path, force: tuple[str, ...]) -> None:
     (here / "file").write_text("x")
     (here / "inner").mkdir()
     (here / "inner" / "modeling_in.py").write_bytes((here / "modeling_tiny.py").read_bytes())
@@ -159,7 +153,7 @@ def test_places_that_can_never_be_an_output(here: Path, rewrite: CommandLine, fo
     assert (here / "inner" / "modeling_in.py").is_file()
 
 
-def test_a_place_that_cannot_be_written(here: Path, rewrite: CommandLine) -> None:
+def test_a_place_that_cannot_be_written(here: Path) -> None:
     (here / "file").write_text("x")
     for out in ("file/out", "/proc/out"):
         failed = rewrite(*ARGUMENTS, "--out", out)
@@ -168,9 +162,7 @@ def test_a_place_that_cannot_be_written(here: Path, rewrite: CommandLine) -> Non
         assert len(failed.said) <= 2
 
 
-def test_a_full_disk_leaves_the_old_folder(
-    package: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_old_folder(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = (package / "rewrite.lock").read_bytes()
 
     def full(self: Path, data: bytes) -> int:
@@ -185,9 +177,7 @@ def test_a_full_disk_leaves_the_old_folder(
 
 
 @pytest.mark.parametrize("place", ["rewrite.codemod.build.tried", "rewrite.delivery.precheck.check_text"])
-def test_an_interruption_leaves_the_old_folder(
-    package: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_an_interruption_leaves_the_old_folder(package: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     before = (package / "rewrite.lock").read_bytes()
 
     def interrupt(*arguments: Any) -> None:
@@ -203,7 +193,7 @@ def test_an_interruption_leaves_the_old_folder(
 
 
 def test_an_interruption_between_the_renames_puts_the_old_folder_back(
-    package: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
+    package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (package / "mine.txt").write_text("mine")
     rename = Path.rename
@@ -220,7 +210,7 @@ def test_an_interruption_between_the_renames_puts_the_old_folder_back(
     assert hidden(package.parent) == []
 
 
-def test_what_a_killed_run_left_is_put_back(package: Path, rewrite: CommandLine) -> None:
+def test_what_a_killed_run_left_is_put_back(package: Path) -> None:
     (package / "mine.txt").write_text("mine")
     package.rename(package.with_name(".out.rewrite-old"))
     (package.with_name(".out.rewrite-new-1a2b") / "out").mkdir(parents=True)
@@ -230,9 +220,7 @@ def test_what_a_killed_run_left_is_put_back(package: Path, rewrite: CommandLine)
     assert hidden(package.parent) == []
 
 
-def test_what_was_asked_for_beside_the_usual_stays_through_a_sync(
-    here: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_asked_for_beside_the_usual_stays_through_a_sync(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rewrite.transforms.fuse_gate_up import FuseGateUp
 
     monkeypatch.setattr(FuseGateUp, "on_request", True)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import rewrite
 
 OUTSIDE = Path(__file__).parents[2] / "fixtures" / "outside"
 RULE = OUTSIDE / "src" / "scaled_tanh" / "transform.py"
@@ -49,7 +50,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_is_listed_and_explained(rewrite, project: Path) -> None:
+def test_it_is_listed_and_explained(project: Path) -> None:
     listed = rewrite("transforms", "--json", "-")
     found = json.loads(listed.out)["transforms"]
     assert not found["cap_logits"]["own"]
@@ -57,7 +58,7 @@ def test_it_is_listed_and_explained(rewrite, project: Path) -> None:
     assert "other_divisor" in rewrite("explain", "cap_logits").out
 
 
-def test_it_rewrites_and_is_locked_with_the_hash_of_its_source(rewrite, project: Path) -> None:
+def test_it_rewrites_and_is_locked_with_the_hash_of_its_source(project: Path) -> None:
     done = rewrite("modeling_head.py", "--out", "out", "--no-verify")
     assert done.code == 0, done.err
     text = (project / "out" / "modeling_head.py").read_text()
@@ -83,7 +84,7 @@ def test_it_rewrites_and_is_locked_with_the_hash_of_its_source(rewrite, project:
     assert json.loads((project / "out" / "rewrite.lock").read_text())["rules"]["cap_logits"] != before
 
 
-def test_a_package_without_its_rule_is_not_current(rewrite, project: Path) -> None:
+def test_a_package_without_its_rule_is_not_current(project: Path) -> None:
     assert rewrite("modeling_head.py", "--out", "out", "--no-verify").code == 0
     (project / "pyproject.toml").write_text("[tool.rewrite]\ntransforms = []\n")
     done = rewrite("check", "out")
@@ -105,9 +106,7 @@ def test_a_package_without_its_rule_is_not_current(rewrite, project: Path) -> No
         ),
     ],
 )
-def test_one_that_cannot_be_loaded_is_one_clear_error(
-    rewrite, project: Path, table: str, text: str, said: str
-) -> None:
+def test_one_that_cannot_be_loaded_is_one_clear_error(project: Path, table: str, text: str, said: str) -> None:
     (project / "pyproject.toml").write_text(f"[tool.rewrite]\n{table}\n")
     if text is not None:
         (project / "rules" / "mine.py").write_text(text)
@@ -117,14 +116,14 @@ def test_one_that_cannot_be_loaded_is_one_clear_error(
     assert "Traceback" not in done.err
 
 
-def test_a_name_that_is_taken_is_refused(rewrite, project: Path) -> None:
+def test_a_name_that_is_taken_is_refused(project: Path) -> None:
     rule = project / "rules" / "cap_logits.py"
     rule.write_text(rule.read_text().replace('name = "cap_logits"', 'name = "fuse_qkv"'))
     done = rewrite("transforms")
     assert (done.code, "'fuse_qkv' already" in done.err) == (2, True)
 
 
-def test_an_unknown_operator_is_one_clear_error(rewrite, project: Path) -> None:
+def test_an_unknown_operator_is_one_clear_error(project: Path) -> None:
     rule = project / "rules" / "cap_logits.py"
     uses = 'uses=("norms.scaled_tanh",)'
     rule.write_text(rule.read_text().replace('imports=("from scaled_tanh import scaled_tanh",)', uses))

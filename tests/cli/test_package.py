@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 from rewrite.package import vendored_files
 from rewrite.package.assemble import public_names
@@ -47,17 +47,17 @@ def test_a_lock_is_read_back_as_it_was_written(package: Path) -> None:
     assert json.loads(text)["schema"] == 3
 
 
-def test_bytes_are_the_same_on_any_machine(here: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = contents(_made(rewrite, here))
+def test_bytes_are_the_same_on_any_machine(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = contents(_made(here))
     other = here / "other place"
     other.mkdir()
     shutil.copy(here / "modeling_tiny.py", other)
     monkeypatch.chdir(other)
-    assert contents(_made(rewrite, other)) == first
+    assert contents(_made(other)) == first
     assert not [name for name, data in first.items() if str(here).encode() in data]
 
 
-def test_the_way_a_file_of_transformers_is_named_does_not_show(here: Path, rewrite: CommandLine) -> None:
+def test_the_way_a_file_of_transformers_is_named_does_not_show(here: Path) -> None:
     options = ("--out", "out", "--no-verify", "--only", "fuse_qkv", "--force")
     assert rewrite("llama", *options).code == 0
     first = contents(here / "out")
@@ -65,7 +65,7 @@ def test_the_way_a_file_of_transformers_is_named_does_not_show(here: Path, rewri
     assert contents(here / "out") == first
 
 
-def _made(rewrite: CommandLine, folder: Path) -> Path:
+def _made(folder: Path) -> Path:
     done = rewrite("modeling_tiny.py", "--out", folder / "out", "--no-verify", "--only", "fuse_qkv")
     assert done.code == 0, done.err
     return folder / "out"
@@ -79,7 +79,7 @@ def test_generated_files_are_formatted_and_lint_free(package: Path) -> None:
         assert done.returncode == 0, done.stdout
 
 
-def test_a_pull_request_is_a_few_short_files(here: Path, rewrite: CommandLine) -> None:
+def test_a_pull_request_is_a_few_short_files(here: Path) -> None:
     assert rewrite("llama", "--out", "out", "--no-verify").code == 0
     shown = {name for name in contents(here / "out") if name != "modeling_llama.py"}
     assert shown == {"__init__.py", "rewrite.lock", ".gitattributes", ".rewrite/texts.zip"}
@@ -87,7 +87,7 @@ def test_a_pull_request_is_a_few_short_files(here: Path, rewrite: CommandLine) -
     assert sum(len((here / "out" / name).read_text().splitlines()) for name in ("__init__.py", "rewrite.lock")) < 250
 
 
-def test_it_imports_the_runtime_by_file(here: Path, rewrite: CommandLine) -> None:
+def test_it_imports_the_runtime_by_file(here: Path) -> None:
     """A façade would import everything for one name, and a file named like its function is a module."""
     assert rewrite("llama", "--out", "out", "--no-verify").code == 0
     text = (here / "out" / "modeling_llama.py").read_text()
@@ -97,7 +97,7 @@ def test_it_imports_the_runtime_by_file(here: Path, rewrite: CommandLine) -> Non
     assert "from ." not in text
 
 
-def test_the_runtime_beside_a_package(here: Path, package: Path, rewrite: CommandLine) -> None:
+def test_the_runtime_beside_a_package(here: Path, package: Path) -> None:
     edited = (package / "modeling_tiny.py").read_text() + "\n\nMINE = 1\n"
     (package / "modeling_tiny.py").write_text(edited)
     done = rewrite("vendor", package)
@@ -121,7 +121,7 @@ def test_the_runtime_beside_a_package(here: Path, package: Path, rewrite: Comman
     assert "MINE" not in (package / "modeling_tiny.py").read_text()
 
 
-def test_the_installed_runtime_is_another(here: Path, package: Path, rewrite: CommandLine) -> None:
+def test_the_installed_runtime_is_another(here: Path, package: Path) -> None:
     lock = json.loads((package / "rewrite.lock").read_text())
     assert lock["runtime"] == dict(zip(("version", "sha256"), vendored_files.runtime(), strict=True))
     text = (package / "rewrite.lock").read_text().replace('"version": "0.1.0"\n  }', '"version": "0.0.9"\n  }')
@@ -138,7 +138,7 @@ def test_the_installed_runtime_is_another(here: Path, package: Path, rewrite: Co
     assert (strict.returncode, "rewrite sync out makes it anew" in strict.stderr) == (1, True)
 
 
-def test_a_reason_is_explained(rewrite: CommandLine) -> None:
+def test_a_reason_is_explained() -> None:
     said = rewrite("explain", "step_differs").out
     assert "- `generate`: a step against fixed-size buffers computes something else" in said
 
@@ -168,7 +168,7 @@ def test_the_package_imports_and_registers(package: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ['a"b', "a\nb", "a'b", "a\\b", 'a"""b', "{x}", "x\udcff"])
-def test_an_odd_name_breaks_no_file(here: Path, rewrite: CommandLine, name: str) -> None:
+def test_an_odd_name_breaks_no_file(here: Path, name: str) -> None:
     source = here / f"modeling_{name}.py"
     source.write_bytes((here / "modeling_tiny.py").read_bytes())
     options = ("--no-verify", "--only", "fuse_qkv", "--diff", "none", "--out", name)

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 from rich.console import Console
 
 from rewrite.console import differences
@@ -46,7 +46,7 @@ def test_equal_texts_have_no_patch() -> None:
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_a_dry_run_in_a_pipe_is_a_patch_of_the_source(here: Path, rewrite: CommandLine, newline: str) -> None:
+def test_a_dry_run_in_a_pipe_is_a_patch_of_the_source(here: Path, newline: str) -> None:
     path = here / "modeling_tiny.py"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_text().replace("\n", newline).encode())
     shown = rewrite("modeling_tiny.py", "--dry-run", "--only", "fuse_qkv")
@@ -60,14 +60,14 @@ def test_a_dry_run_in_a_pipe_is_a_patch_of_the_source(here: Path, rewrite: Comma
     assert changed.count(b"\r\n") == (changed.count(b"\n") if newline == "\r\n" else 0)
 
 
-def test_the_diff_of_a_package_turns_the_original_into_it(here: Path, package: Path, rewrite: CommandLine) -> None:
+def test_the_diff_of_a_package_turns_the_original_into_it(here: Path, package: Path) -> None:
     shown = rewrite("diff", package)
     assert shown.code == 0
     apply(here, shown.out)
     assert (here / "modeling_tiny.py").read_bytes() == (package / "modeling_tiny.py").read_bytes()
 
 
-def test_a_changed_original_is_an_error_with_code_1(here: Path, package: Path, rewrite: CommandLine) -> None:
+def test_a_changed_original_is_an_error_with_code_1(here: Path, package: Path) -> None:
     with (here / "modeling_tiny.py").open("a") as file:
         file.write("# changed\n")
     shown = rewrite("diff", package)
@@ -79,7 +79,7 @@ def test_a_changed_original_is_an_error_with_code_1(here: Path, package: Path, r
     assert "--original FILE" in gone.err
 
 
-def test_own_edits_are_shown_apart(package: Path, rewrite: CommandLine) -> None:
+def test_own_edits_are_shown_apart(package: Path) -> None:
     assert rewrite("diff", package, "--generated").out == ""
     path = package / "modeling_tiny.py"
     path.write_text(path.read_text() + "# mine\n")

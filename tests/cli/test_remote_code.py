@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 from rewrite.errors import UsageError
 from rewrite.package.lock import read_lock
@@ -32,9 +32,7 @@ def published(here: Path) -> Path:
         ("cedar", {"fuse_qkv": 1, "fuse_add_norm": 2}),
     ],
 )
-def test_a_published_file_is_rewritten_and_verified(
-    published: Path, rewrite: CommandLine, name: str, sites: dict[str, int]
-) -> None:
+def test_a_published_file_is_rewritten_and_verified(published: Path, name: str, sites: dict[str, int]) -> None:
     done = rewrite(f"modeling_{name}.py", "--out", name, "--quick", "--json", "report.json")
     assert done.code == 0, done.out + done.err
     report = json.loads((published / "report.json").read_text())
@@ -43,7 +41,7 @@ def test_a_published_file_is_rewritten_and_verified(
     assert report["verify"]["passed"]
 
 
-def test_a_file_whose_neighbour_is_not_there_is_refused(published: Path, rewrite: CommandLine) -> None:
+def test_a_file_whose_neighbour_is_not_there_is_refused(published: Path) -> None:
     done = rewrite("modeling_heron.py", "--out", "heron", "--no-verify")
     assert done.code == 2
     assert "from .configuration_heron import HeronConfig" in done.err
@@ -51,7 +49,7 @@ def test_a_file_whose_neighbour_is_not_there_is_refused(published: Path, rewrite
     assert not (published / "heron").exists()
 
 
-def test_the_neighbours_of_a_file_go_with_it(published: Path, rewrite: CommandLine) -> None:
+def test_the_neighbours_of_a_file_go_with_it(published: Path) -> None:
     """Through packaging, an edit, an upgrade and an export into the checkpoint's own folder."""
     names = ("configuration_cedar.py", "modeling_cedar_output.py")
     assert rewrite("modeling_cedar.py", "--out", "out", "--no-verify").code == 0
@@ -120,7 +118,7 @@ def test_neighbours_are_found_through_each_other(here: Path) -> None:
     assert [file.name for file in found] == ["a.py", "b.py", "sub/layers.py", "sub/norms.py"]
 
 
-def test_a_file_that_needs_a_removed_helper_is_refused_with_its_name(published: Path, rewrite: CommandLine) -> None:
+def test_a_file_that_needs_a_removed_helper_is_refused_with_its_name(published: Path) -> None:
     path = published / "modeling_river.py"
     old = "from transformers.utils import logging"
     path.write_text(path.read_text().replace(old, f"{old}, is_torch_fx_proxy_of_old"))

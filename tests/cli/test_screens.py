@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from command_line import CommandLine
+from command_line import rewrite
 from rich.console import Console
 
 from rewrite.cli import COMMANDS, cli
@@ -58,13 +58,13 @@ def test_examples_are_words_that_the_command_takes(name: str) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_help_of_completion_says_how_to_install_it(rewrite: CommandLine, shell: str) -> None:
+def test_the_help_of_completion_says_how_to_install_it(shell: str) -> None:
     lines = [line.split() for line in rewrite("completion", "--help").out.splitlines()]
     (line,) = [words for words in lines if words[:1] == [shell]]
     assert line[1:5] == ["rewrite", "completion", shell, ">" if shell == "fish" else ">>"]
 
 
-def test_quiet_is_nothing_or_a_line(here: Path, rewrite: CommandLine) -> None:
+def test_quiet_is_nothing_or_a_line(here: Path) -> None:
     made = rewrite("modeling_tiny.py", "--out", "out", "--no-verify", "--only", "fuse_qkv", "--quiet")
     assert (made.code, made.out, made.err) == (0, "", "")
     for arguments, lines in (
@@ -80,7 +80,7 @@ def test_quiet_is_nothing_or_a_line(here: Path, rewrite: CommandLine) -> None:
         assert (done.code, len(done.out.splitlines()), done.err) == (0, lines, ""), arguments
 
 
-def test_quiet_says_what_fails_on_standard_error(here: Path, package: Path, rewrite: CommandLine) -> None:
+def test_quiet_says_what_fails_on_standard_error(here: Path, package: Path) -> None:
     (here / "modeling_tiny.py").write_text((here / "modeling_tiny.py").read_text() + "# changed\n")
     for arguments in (("check", "out"), ("diff", "out"), ("explain", "nothing")):
         loud, quiet = rewrite(*arguments), rewrite(*arguments, "--quiet")
@@ -103,9 +103,7 @@ def test_quiet_says_what_fails_on_standard_error(here: Path, package: Path, rewr
         (("models", "llama"), {"transformers", "models"}),
     ],
 )
-def test_a_report_is_alone_on_standard_output(
-    package: Path, rewrite: CommandLine, arguments: tuple[str, ...], keys: set[str]
-) -> None:
+def test_a_report_is_alone_on_standard_output(package: Path, arguments: tuple[str, ...], keys: set[str]) -> None:
     done = rewrite(*arguments, "--json")
     assert done.code == 0, done.err
     report = json.loads(done.out)
@@ -114,7 +112,7 @@ def test_a_report_is_alone_on_standard_output(
     assert report["command"] == (arguments[0] if arguments[0] in COMMANDS else "apply")
 
 
-def test_diff_takes_a_style_or_none(here: Path, rewrite: CommandLine) -> None:
+def test_diff_takes_a_style_or_none(here: Path) -> None:
     asked = ("--dry-run", "--only", "fuse_qkv")
     patch = rewrite("modeling_tiny.py", *asked).out
     assert patch.startswith("--- a/modeling_tiny.py")

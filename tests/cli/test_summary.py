@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 from rich.console import Console
 
 from rewrite.codemod.build import build
@@ -41,7 +41,7 @@ def test_of_a_file_that_transformers_does_not_know(here: Path) -> None:
     assert headline(source, []) == "TinyLlamaModel"
 
 
-def test_it_comes_last_and_fits(here: Path, rewrite: CommandLine) -> None:
+def test_it_comes_last_and_fits(here: Path) -> None:
     file, loop = here / "modeling_tiny.py", "        for layer in self.layers:\n"
     assert file.read_text("utf-8").count(loop) == 1
     file.write_text(file.read_text("utf-8").replace(loop, f"        self.seen = causal_mask is None\n{loop}"), "utf-8")

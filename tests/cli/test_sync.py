@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 from kept_verdicts import keep
 
 from rewrite.sync.merge import three_way
@@ -28,7 +28,7 @@ def edit(package: Path, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new))
 
 
-def test_a_fresh_package_is_up_to_date(package: Path, rewrite: CommandLine) -> None:
+def test_a_fresh_package_is_up_to_date(package: Path) -> None:
     before = {path: path.read_bytes() for path in package.rglob("*") if path.is_file()}
     assert rewrite("check", package).code == 0
     assert rewrite("check").code == 0
@@ -37,7 +37,7 @@ def test_a_fresh_package_is_up_to_date(package: Path, rewrite: CommandLine) -> N
     assert {path: path.read_bytes() for path in package.rglob("*") if path.is_file()} == before
 
 
-def test_a_changed_original_is_out_of_date_until_synced(here: Path, package: Path, rewrite: CommandLine) -> None:
+def test_a_changed_original_is_out_of_date_until_synced(here: Path, package: Path) -> None:
     upstream_fix(here)
     stale = rewrite("check", "--json", "report.json")
     assert stale.code == 1
@@ -50,7 +50,7 @@ def test_a_changed_original_is_out_of_date_until_synced(here: Path, package: Pat
 
 
 def test_a_sync_from_another_folder_changes_nothing(
-    here: Path, package: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
+    here: Path, package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = (package / "rewrite.lock").read_bytes()
     upstream_fix(here)
@@ -63,7 +63,7 @@ def test_a_sync_from_another_folder_changes_nothing(
     assert (package / "rewrite.lock").read_bytes() == lock
 
 
-def test_edits_and_upstream_changes_are_merged(here: Path, package: Path, rewrite: CommandLine) -> None:
+def test_edits_and_upstream_changes_are_merged(here: Path, package: Path) -> None:
     edit(package, "class TinyLlamaMLP(nn.Module):", "# mine\nclass TinyLlamaMLP(nn.Module):")
     (package / "notes.txt").write_text("mine")
     upstream_fix(here)
@@ -78,7 +78,7 @@ def test_edits_and_upstream_changes_are_merged(here: Path, package: Path, rewrit
     assert not list(here.glob("out.*"))
 
 
-def test_a_conflict_is_shown_in_a_copy(here: Path, package: Path, rewrite: CommandLine) -> None:
+def test_a_conflict_is_shown_in_a_copy(here: Path, package: Path) -> None:
     edit(package, "attention_dropout = 0.0", "attention_dropout = 0.5")
     upstream_fix(here)
     before = (package / UPSTREAM).read_bytes()
@@ -97,7 +97,7 @@ def test_a_conflict_is_shown_in_a_copy(here: Path, package: Path, rewrite: Comma
     assert not copy.exists()
 
 
-def test_edits_of_the_runtime_are_dropped_by_name_only(here: Path, package: Path, rewrite: CommandLine) -> None:
+def test_edits_of_the_runtime_are_dropped_by_name_only(here: Path, package: Path) -> None:
     assert rewrite("vendor", package).code == 0
     (package / "_runtime" / "linear" / "packing.py").write_text("# mine\n")
     upstream_fix(here)
@@ -115,7 +115,7 @@ def test_edits_of_the_runtime_are_dropped_by_name_only(here: Path, package: Path
     assert rewrite("check", package).code == 0
 
 
-def test_a_file_changed_since_it_was_verified_is_out_of_date(package: Path, rewrite: CommandLine) -> None:
+def test_a_file_changed_since_it_was_verified_is_out_of_date(package: Path) -> None:
     keep(package)
     assert rewrite("check", package).code == 0
     edit(package, "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
@@ -126,7 +126,7 @@ def test_a_file_changed_since_it_was_verified_is_out_of_date(package: Path, rewr
     assert "a check could not run, which cannot be accepted: parity: logits: no such" in rewrite("check", package).out
 
 
-def test_a_file_that_does_not_parse_is_never_up_to_date(package: Path, rewrite: CommandLine) -> None:
+def test_a_file_that_does_not_parse_is_never_up_to_date(package: Path) -> None:
     path = package / "modeling_tiny.py"
     before = path.read_text()
     path.write_text(before + "def broken(:\n")
@@ -142,7 +142,7 @@ def test_a_file_that_does_not_parse_is_never_up_to_date(package: Path, rewrite: 
     assert path.read_text() == before + "def broken(:\n"
 
 
-def test_a_missing_original_is_out_of_date(here: Path, package: Path, rewrite: CommandLine) -> None:
+def test_a_missing_original_is_out_of_date(here: Path, package: Path) -> None:
     (here / UPSTREAM).rename(here / "elsewhere.py")
     assert rewrite("check", package).code == 1
     assert rewrite("sync", package, "--no-verify").code == 1

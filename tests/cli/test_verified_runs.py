@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 from kept_verdicts import keep, verdict
 
 from rewrite.delivery import verdict_file
@@ -32,7 +32,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
-def test_a_pass_is_written_with_its_verdict(here: Path, rewrite: CommandLine, judged: list[Any]) -> None:
+def test_a_pass_is_written_with_its_verdict(here: Path, judged: list[Any]) -> None:
     asked = ("--device", "cpu", "--dtype", "float16", "--seed", "7")
     done = rewrite(*ARGUMENTS, "--out", "out", *asked, "--json", "report.json")
     assert done.code == 0, done.err
@@ -51,7 +51,7 @@ def test_a_pass_is_written_with_its_verdict(here: Path, rewrite: CommandLine, ju
     assert json.loads((here / "report.json").read_text())["verify"]["passed"] is True
 
 
-def test_a_failure_leaves_what_was_there(package: Path, rewrite: CommandLine, judged: list[Any]) -> None:
+def test_a_failure_leaves_what_was_there(package: Path, judged: list[Any]) -> None:
     judged[0] = False
     before = {path: path.read_bytes() for path in package.rglob("*.py")}
     failed = rewrite(*ARGUMENTS, "--out", package)
@@ -65,7 +65,7 @@ def test_a_failure_leaves_what_was_there(package: Path, rewrite: CommandLine, ju
     assert not [path for path in package.parent.iterdir() if path.name.startswith(".")]
 
 
-def test_a_failure_is_said_in_quiet_too(here: Path, rewrite: CommandLine, judged: list[Any]) -> None:
+def test_a_failure_is_said_in_quiet_too(here: Path, judged: list[Any]) -> None:
     judged[0] = False
     failed = rewrite(*ARGUMENTS, "--out", "out", "--quiet", "--no-bisect")
     assert (failed.code, failed.out) == (1, "")
@@ -76,7 +76,7 @@ def test_a_failure_is_said_in_quiet_too(here: Path, rewrite: CommandLine, judged
     assert (report["written"], report["bisection"]["at_fault"]) == (False, ["fuse_qkv"])
 
 
-def test_code_that_came_with_a_checkpoint_is_not_run(here: Path, rewrite: CommandLine, judged: list[Any]) -> None:
+def test_code_that_came_with_a_checkpoint_is_not_run(here: Path, judged: list[Any]) -> None:
     folder = here / "checkpoint"
     folder.mkdir()
     (folder / "config.json").write_text('{"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}')
@@ -90,9 +90,7 @@ def test_code_that_came_with_a_checkpoint_is_not_run(here: Path, rewrite: Comman
     assert len(judged) == 2
 
 
-def test_verify_keeps_the_verdict_on_the_files_as_they_are(
-    package: Path, rewrite: CommandLine, judged: list[Any]
-) -> None:
+def test_verify_keeps_the_verdict_on_the_files_as_they_are(package: Path, judged: list[Any]) -> None:
     path = package / "modeling_tiny.py"
     path.write_text(path.read_text() + "# mine\n")
     assert rewrite("verify", package).code == 0
@@ -104,7 +102,7 @@ def test_verify_keeps_the_verdict_on_the_files_as_they_are(
     assert rewrite("verify", "modeling_tiny.py", package).code == 1
 
 
-def test_a_quick_verdict_stands_beside_a_full_one(here: Path, rewrite: CommandLine, judged: list[Any]) -> None:
+def test_a_quick_verdict_stands_beside_a_full_one(here: Path, judged: list[Any]) -> None:
     def kept() -> dict[str, Any]:
         data: dict[str, Any] = json.loads((here / "out" / "verify.json").read_text())
         return data
@@ -142,7 +140,7 @@ def test_a_verdict_fits_a_screen(package: Path) -> None:
     assert list(kept) == sorted(kept)
 
 
-def test_a_vendored_runtime_is_one_line(package: Path, rewrite: CommandLine) -> None:
+def test_a_vendored_runtime_is_one_line(package: Path) -> None:
     assert rewrite("vendor", package).code == 0
     assert list(json.loads(keep(package))["covers"]) == ["__init__.py", "_runtime", "modeling_tiny.py"]
     assert rewrite("check", package).code == 0
@@ -176,7 +174,7 @@ def test_the_figures_nearest_to_their_bounds() -> None:
 
 
 @pytest.mark.slow
-def test_the_fixture_passes_the_real_verifier(here: Path, rewrite: CommandLine) -> None:
+def test_the_fixture_passes_the_real_verifier(here: Path) -> None:
     done = rewrite("modeling_tiny.py", "--quick", "--out", "out", "--diff", "none")
     assert done.code == 0, done.out
     assert (here / "out" / "verify.json").is_file()
@@ -188,7 +186,7 @@ def test_the_fixture_passes_the_real_verifier(here: Path, rewrite: CommandLine) 
 
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
-def test_a_device_that_torch_cannot_use(package: Path, rewrite: CommandLine, device: str) -> None:
+def test_a_device_that_torch_cannot_use(package: Path, device: str) -> None:
     failed = rewrite("verify", package, "--device", device)
     assert failed.code == 2
     assert f"error: device '{device}' cannot be used: " in failed.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,9 +40,14 @@ class Rewriting(cst.CSTTransformer):
     """One way to respell a file. `places` counts what was changed; with none the file is returned as it was."""
 
     name: ClassVar[str]
-    summary: ClassVar[str]
+    """That of the class in snake case, unless it says another."""
     keeps_names: ClassVar[bool] = True
     """Whether the weights and arguments of modules keep their names: what fits the original fits this too."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" not in vars(cls):
+            cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def __init__(self, file: File):
         super().__init__()
@@ -61,7 +67,7 @@ class Rewriting(cst.CSTTransformer):
 class Expressions(Rewriting, Generic[Node]):
     """A rewriting of expressions: `respelled` answers for one node, after those below it."""
 
-    kinds: ClassVar[tuple[type[cst.BaseExpression], ...]]
+    kinds: ClassVar[tuple[type[cst.BaseExpression], ...]] = (cst.Call,)
 
     @abstractmethod
     def respelled(self, original: Node, updated: Node) -> cst.BaseExpression | None:

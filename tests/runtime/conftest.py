@@ -14,6 +14,7 @@ import torch
 from hf_rewrite_runtime.aiter import aiter_calls, aiter_gemm
 from hf_rewrite_runtime.core import aiter_probe, backend
 from hf_rewrite_runtime.generate.generation import GraphGeneration
+from hf_rewrite_runtime.launching import launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
@@ -36,6 +37,20 @@ def device() -> Iterator[torch.device]:
             yield torch.device("cuda")
     else:
         pytest.skip("needs a CUDA or ROCm device; test_interpreted.py runs the same tests on the CPU")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are launched."""
+    names: list[str] = []
+    run = launch.Kernel.launch
+
+    def recorded(kernel: launch.Kernel, *arguments: Any, **options: Any) -> None:
+        run(kernel, *arguments, **options)
+        names.append(kernel.jit_function.__name__.strip("_").removesuffix("_kernel"))
+
+    monkeypatch.setattr(launch.Kernel, "launch", recorded)
+    return names
 
 
 @pytest.fixture

@@ -10,7 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
+from hf_rewrite_runtime.attention.attend_step import attend_step
+from hf_rewrite_runtime.attention.decode_attention import decode_attention
 from hf_rewrite_runtime.attention.grouped_query import grouped_attention, grouped_matmul, native_gqa
+from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core import backend
 
 KV_HEADS, HEADS, HEAD_DIM = 2, 6, 16
@@ -254,3 +257,23 @@ def test_grouped_attention_compiles_in_one_graph(recorded: bool) -> None:
     states = tuple(x.requires_grad_(recorded) for x in inputs(2, 5, 7))
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*states), attend(*states), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("value_dim", [8, 4])
+@pytest.mark.parametrize("rule", [{}, {"sliding_window": 2}, {"softcap": 3.0}, {"sinks": torch.arange(4.0)}])
+def test_heads_are_those_of_the_steps_attention(value_dim: int, rule: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    cache = PreallocatedCache(1, 2, 6, "cpu")
+    cache.update(torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, value_dim), 0)
+    query = torch.randn(2, 4, 1, 8)
+    cache.position.fill_(3)
+    with cache.step():
+        cache.update(torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, value_dim), 0)
+        heads = attend_step(query, cache, 0, scaling=0.5, **rule)  # type: ignore[arg-type]
+        whole = decode_attention(query, cache, 0, scaling=0.5, **rule)  # type: ignore[arg-type]
+    assert heads.shape == (2, 1, 4, value_dim)
+    assert torch.equal(heads.flatten(2), whole)
+    keys, values = (x.repeat_interleave(2, dim=1) for x in (cache.layers[0].keys, cache.layers[0].values))
+    if not rule:
+        weights = (query @ keys[:, :, :4].transpose(2, 3) * 0.5).softmax(-1)
+        torch.testing.assert_close(heads, (weights @ values[:, :, :4]).transpose(1, 2))

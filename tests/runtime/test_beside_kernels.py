@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from conftest import INTERPRETED
 from torch import Tensor, nn
 
-from hf_rewrite_runtime.launching import launch
 from hf_rewrite_runtime.launching.tiles import Tile
 from hf_rewrite_runtime.lazy.multi_gemv import alike, is_same_norm, launch_beside
 from hf_rewrite_runtime.lazy.pending_ops import Product
@@ -24,20 +23,6 @@ from hf_rewrite_runtime.norms.rms_norm import rms_norm
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 CLOSE = 1e-5
 """Relative, in fp32: sums in another order."""
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that are launched."""
-    names: list[str] = []
-    run = launch.Kernel.launch
-
-    def recorded(kernel: launch.Kernel, *arguments: Any, **options: Any) -> None:
-        run(kernel, *arguments, **options)
-        names.append(kernel.jit_function.__name__.strip("_").removesuffix("_kernel"))
-
-    monkeypatch.setattr(launch.Kernel, "launch", recorded)
-    return names
 
 
 def assert_close(ours: Tensor, exact: Tensor) -> None:

@@ -12,12 +12,13 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from test_text_lengths import device
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -31,16 +32,7 @@ from hf_rewrite_runtime.forward.captured import CapturedForward
 from hf_rewrite_runtime.guards.snapshot import Snapshot
 from hf_rewrite_runtime.lazy import lazy_mode
 
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where the models are; on a CPU they take the way of a graph without one."""
-    name: str = request.param
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    monkeypatch.setattr(CapturedForward, "_forward_without_graph", name == "cpu")
-    with forward_settings.use_forward_graphs("always"), torch.no_grad():
-        yield name
+__all__ = ["device"]
 
 
 class Settings:

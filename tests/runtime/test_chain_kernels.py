@@ -29,20 +29,6 @@ PART = 0.25 if INTERPRETED else 0.3
 Function = Callable[..., Any]
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that are launched."""
-    names: list[str] = []
-    run = launch.Kernel.launch
-
-    def recorded(kernel: launch.Kernel, *arguments: Any, **options: Any) -> None:
-        run(kernel, *arguments, **options)
-        names.append(kernel.jit_function.__name__.strip("_").removesuffix("_kernel"))
-
-    monkeypatch.setattr(launch.Kernel, "launch", recorded)
-    return names
-
-
 def step(kind: type[StepProducts] = StepProducts, *, poisons: bool = True) -> StepProducts:
     made = kind({}, HANDLERS, poisons=poisons)
     made.chains = FUNCTIONS

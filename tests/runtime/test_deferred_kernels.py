@@ -18,7 +18,6 @@ from hf_rewrite_runtime.attention.masked_attention import masked_attention
 from hf_rewrite_runtime.attention.step_attention import StepAttention
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.cache.token import write_token
-from hf_rewrite_runtime.launching import launch
 from hf_rewrite_runtime.lazy.pending_ops import POINTS, activation_of
 from hf_rewrite_runtime.lazy.pointwise_fusion import FUNCTIONS
 from hf_rewrite_runtime.lazy.step_products import StepProducts
@@ -103,20 +102,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": nn.ReLU(),
     "relu2": lambda x: torch.square(F.relu(x)),
 }
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that are launched."""
-    names: list[str] = []
-    run = launch.Kernel.launch
-
-    def recorded(kernel: launch.Kernel, *arguments: Any, **options: Any) -> None:
-        run(kernel, *arguments, **options)
-        names.append(kernel.jit_function.__name__.strip("_").removesuffix("_kernel"))
-
-    monkeypatch.setattr(launch.Kernel, "launch", recorded)
-    return names
 
 
 def assert_close(ours: Tensor, exact: Tensor, close: float = CLOSE) -> None:

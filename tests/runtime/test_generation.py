@@ -662,37 +662,33 @@ def test_where_one_rounding_makes_other_logits_no_bit_may_move(seen, monkeypatch
         assert (verdict.distance > 0.5, verdict.vague, holds) == (True, True, not seen)
 
 
-@pytest.mark.parametrize("error", [TypeError, AttributeError, AssertionError], ids=lambda error: error.__name__)
-def test_a_step_that_needs_the_length_as_a_number_is_noticed(error):
+def asks_for_a_number(past):
+    return past is not None and not isinstance(past.get_seq_length(), int)
+
+
+def takes_one_token(past):
+    return isinstance(past, PreallocatedCache) and past.length > 0
+
+
+@pytest.mark.parametrize(
+    ("fails", "error"),
+    [
+        *((asks_for_a_number, error) for error in (TypeError, AttributeError, AssertionError)),
+        *((takes_one_token, error) for error in (RuntimeError, AssertionError)),
+    ],
+)
+def test_a_step_that_needs_the_length_as_a_number_or_takes_no_single_token_is_noticed(fails, error):
+    """The latter as XLM, which sees no cache, or CPM-Ant, which counts other tokens than are given."""
     model, original = pair()
     inner = type(model.model)
 
-    class Counting(inner):
+    class Failing(inner):
         def forward(self, *args, **kwargs):
-            past = kwargs[passed_on()]
-            if past is not None and not isinstance(past.get_seq_length(), int):
-                raise error("an integer is required")
-            return super().forward(*args, **kwargs)
-
-    model.model.__class__ = Counting
-    for _ in range(2):
-        same(run(model, prompt(), do_sample=True), run(original, prompt(), do_sample=True))
-        assert loops(model) == ["step_fails"]
-
-
-@pytest.mark.parametrize("error", [RuntimeError, AssertionError], ids=lambda error: error.__name__)
-def test_a_model_that_takes_no_single_token_is_noticed(error):
-    """As XLM, which sees no cache, or CPM-Ant, which counts other tokens than are given."""
-    model, original = pair()
-    inner = type(model.model)
-
-    class Whole(inner):
-        def forward(self, *args, **kwargs):
-            if isinstance(kwargs[passed_on()], PreallocatedCache) and kwargs[passed_on()].length:
+            if fails(kwargs[passed_on()]):
                 raise error("the mask is of more tokens")
             return super().forward(*args, **kwargs)
 
-    model.model.__class__ = Whole
+    model.model.__class__ = Failing
     for _ in range(2):
         same(run(model, prompt(), do_sample=True), run(original, prompt(), do_sample=True))
         assert loops(model) == ["step_fails"]

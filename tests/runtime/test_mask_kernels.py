@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,27 +13,12 @@ from torch import Tensor
 
 from hf_rewrite_runtime.attention.step_attention import StepAttention
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
-from hf_rewrite_runtime.launching import launch
 from hf_rewrite_runtime.lazy.pointwise_fusion import FUNCTIONS
 from hf_rewrite_runtime.lazy.step_products import StepProducts
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 LAYERS, HEADS, SLOTS, DIM, AT = 3, 2, 48, 16, 30
 LEAST = -1e9
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that are launched."""
-    names: list[str] = []
-    run = launch.Kernel.launch
-
-    def recorded(kernel: launch.Kernel, *arguments: Any, **options: Any) -> None:
-        run(kernel, *arguments, **options)
-        names.append(kernel.jit_function.__name__.strip("_").removesuffix("_kernel"))
-
-    monkeypatch.setattr(launch.Kernel, "launch", recorded)
-    return names
 
 
 class Step:

@@ -2,152 +2,46 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import importlib
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+import test_carried
 import torch
-import transformers
-from told_again import replays
+from carrying_models import (
+    BESIDE,
+    DEVICE,
+    GROWN,
+    INSTALLED,
+    OBJECT,
+    alike,
+    asked,
+    asked_of,
+    both,
+    config,
+    pair,
+    reasons,
+    run,
+)
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_rewrite_runtime.cache import custom_cache
 from hf_rewrite_runtime.cache.cache_argument import argument_of, asked_with, given_back
-from hf_rewrite_runtime.cache.custom_cache import OwnCache, keeps_own_cache, own_attributes, own_like
+from hf_rewrite_runtime.cache.custom_cache import OwnCache, own_attributes, own_like
 from hf_rewrite_runtime.cache.extra_tensors import GrownLayer, grown_by, grows_in_layers
 from hf_rewrite_runtime.cache.layers import CacheFull, PreallocatedLayer
 from hf_rewrite_runtime.cache.nested_tensors import Nested, UnknownState
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
-from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.decode import eligibility, graph_cache
-from hf_rewrite_runtime.decode.eligibility import Call
+from hf_rewrite_runtime.decode import eligibility
 from hf_rewrite_runtime.decode.graph_cache import store_of
-from hf_rewrite_runtime.decode.recurrent_state import CarriedStates, hands_on_states, put_back
+from hf_rewrite_runtime.decode.recurrent_state import CarriedStates, put_back
 from hf_rewrite_runtime.decode.step_buffers import UnknownCache
-from hf_rewrite_runtime.decode.step_graph import DecodeGraph, Program
+from hf_rewrite_runtime.decode.step_graph import DecodeGraph
 from hf_rewrite_runtime.decode.validation import StepFails
-from hf_rewrite_runtime.generate import call_graphs
-from hf_rewrite_runtime.generate.generation import GraphGeneration
 
-KINDS = {
-    "MiniMaxForCausalLM": "minimax.modeling_minimax",
-    "xLSTMForCausalLM": "xlstm.modeling_xlstm",
-    "MiniMaxM3VLForCausalLM": "minimax_m3_vl.modeling_minimax_m3_vl",
-}
-BESIDE, OBJECT, GROWN = KINDS
-if not all(hasattr(transformers, name) for name in KINDS) or not eligibility.can_watch():
+if not {BESIDE, OBJECT, GROWN} <= {*INSTALLED} or not eligibility.can_watch():
     pytest.skip("this transformers lacks one of the models", allow_module_level=True)
-
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-V = 64
-ENDS = {"vocab_size": V, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-DRAWN = {"do_sample": True, "top_k": 0, "temperature": 2.0}
-FULL, LINEAR = "full_attention", "linear_attention"
-
-
-def config(name: str, linear_first: bool = False) -> Any:
-    kind: Any = importlib.import_module(f"transformers.models.{KINDS[name]}")
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 4}
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
-    if name == BESIDE:
-        kinds = [LINEAR, FULL] if linear_first else [FULL, LINEAR]
-        return kind.MiniMaxConfig(**sizes, **heads, **ENDS, block_size=4, layer_types=kinds * 2)
-    if name == OBJECT:
-        return kind.xLSTMConfig(
-            hidden_size=128, embedding_dim=128, num_hidden_layers=2, num_blocks=2, num_heads=4, **ENDS
-        )
-    index = {"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 2}
-    return kind.MiniMaxM3VLTextConfig(
-        **sizes, **heads, **ENDS, **index, dense_intermediate_size=48, shared_intermediate_size=48, rotary_dim=8,
-        layer_types=[FULL, "minimax_m3_sparse"] * 2, mlp_layer_types=["dense", "sparse"] * 2,
-    )  # fmt: skip
-
-
-def mark(name: str) -> Callable[[type], type]:
-    kind: Any = importlib.import_module(f"transformers.models.{KINDS[name]}")
-    if name == BESIDE:
-        return keeps_own_cache(kind.MiniMaxCache)
-    if name == OBJECT:
-        return hands_on_states(argument_of(kind.xLSTMForCausalLM), kind.xLSTMCache)
-    return grows_in_layers(kind.MiniMaxM3VLSparseCacheLayer, update_index=("idx_keys", -2))
-
-
-def pair(name: str, dtype: torch.dtype = torch.float32, linear_first: bool = False) -> Any:
-    """A model with the loop and the original, with the same weights."""
-    original = getattr(transformers, name)
-    ours = mark(name)(type(name, (GraphGeneration, original), {"_step_without_graph": not GPU}))
-    torch.manual_seed(0)
-    models: Any = [kind(config(name, linear_first)).eval().to(DEVICE, dtype) for kind in (ours, original)]
-    for parameter in models[0].parameters():
-        parameter.data.add_(0.2 * torch.randn_like(parameter))
-    models[1].load_state_dict(models[0].state_dict())
-    backend.reset_fallbacks()
-    return models
-
-
-def asked_of(name: str, *arguments: Any, padded: bool = True, **keywords: Any) -> dict[str, torch.Tensor]:
-    return asked(*arguments, padded=padded and name != GROWN, **keywords)
-
-
-def asked(rows: int = 2, length: int = 7, seed: int = 0, padded: bool = True) -> dict[str, torch.Tensor]:
-    ids = torch.randint(4, V, (rows, length), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(ids)
-    if padded and rows > 1:
-        mask[0, :2] = 0
-    return {"input_ids": ids.masked_fill(mask == 0, 0).to(DEVICE), "attention_mask": mask.to(DEVICE)}
-
-
-def run(model: Any, inputs: dict[str, Any], **settings: Any) -> Any:
-    torch.manual_seed(5)
-    given = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    return model.generate(**inputs, **given | settings)
-
-
-def reasons() -> list[str]:
-    found = [reason for operator, reason in backend.fallbacks() if operator == "generate"]
-    backend.reset_fallbacks()
-    return found
-
-
-def held(cache: Any) -> dict[str, Any]:
-    """Everything that a cache holds, by name; tensors for comparing, and what is none."""
-    kind = type(cache)
-    found = Nested({name: value for name, value in vars(cache).items() if name not in PLAIN}, kind)
-    tensors = {f"own {number}": tensor for number, tensor in enumerate(found.tensors)}
-    for place, layer in enumerate(getattr(cache, "layers", ())):
-        own = {name: value for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
-        tensors |= {f"{place} {name}": value for name, value in own.items()}
-    return {"type": kind, "form": str(found.form), **tensors}
-
-
-PLAIN = (*vars(DynamicCache()), "_is_user_defined", "config")
-
-
-def alike(outputs: Any, tolerance: float = 1e-3) -> None:
-    mine, wanted = outputs
-    assert torch.equal(mine.sequences, wanted.sequences)
-    for one, other in zip(mine.logits, wanted.logits, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-    left = [held(given_back(output)) for output in outputs]
-    assert left[0].keys() == left[1].keys()
-    assert any(isinstance(value, torch.Tensor) for value in left[0].values()), "nothing was compared"
-    for one, other in zip(left[0].values(), left[1].values(), strict=True):
-        if isinstance(one, torch.Tensor):
-            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-        else:
-            assert one == other
-
-
-def both(models: Any, inputs: dict[str, Any], expected: list[str] | None = None, **settings: Any) -> Any:
-    outputs = [run(model, {k: v.clone() for k, v in inputs.items()}, **settings) for model in models]
-    assert reasons() == (expected or [])
-    alike(outputs)
-    return outputs
 
 
 def test_rows_with_padding_of_a_model_that_chooses_blocks_without_a_mask_take_the_original_loop() -> None:
@@ -158,46 +52,6 @@ def test_rows_with_padding_of_a_model_that_chooses_blocks_without_a_mask_take_th
     both(models, {**asked(padded=False), **positions}, ["attention_mask"])
     with pytest.raises(StepFails, match="padded rows"):
         DecodeGraph(models[0], 2, 16).prefill(**asked())
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_texts_one_after_another_of_any_number_of_rows(name: str) -> None:
-    models = pair(name)
-    asks = [
-        asked_of(name), asked_of(name, 3, 5, 1), asked(1, 9, 2), asked(seed=3, padded=False), asked_of(name),
-        asked(1, 1, 4),
-    ]  # fmt: skip
-    for inputs in asks:
-        both(models, inputs)
-    both(models, asked_of(name, 3, 6, 5), **DRAWN)
-    assert len(store_of(models[0]).graphs) == 3
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_states_are_those_of_the_last_token_where_a_text_ends_inside_of_a_chunk(name: str) -> None:
-    models = pair(name)
-    free = run(models[1], asked_of(name, 1), **DRAWN).sequences[0].tolist()
-    outputs = both(models, asked_of(name, 1), **DRAWN, eos_token_id=free[-4])
-    assert outputs[0].sequences.shape[1] < len(free)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_what_is_left_is_memory_that_no_later_call_writes(name: str) -> None:
-    model = pair(name)[0]
-    left = held(given_back(run(model, asked_of(name))))
-    before = {key: value.clone() for key, value in left.items() if isinstance(value, torch.Tensor)}
-    run(model, asked_of(name, seed=1))
-    assert all(torch.equal(left[key], value) for key, value in before.items())
-    assert reasons() == []
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_text_moves_to_a_larger_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_cache, "ROUNDING", 4)
-    monkeypatch.setattr(call_graphs, "FIRST_ROOM", 3)
-    models = pair(name)
-    both(models, asked_of(name), max_new_tokens=20)
-    both(models, asked_of(name, seed=1), max_new_tokens=20)
 
 
 @pytest.mark.parametrize("name", [BESIDE, GROWN])
@@ -215,7 +69,7 @@ def test_a_cache_that_came_back_is_continued_and_is_the_callers(name: str) -> No
         ]
         outputs = [run(*one) for one in zip(models, more, strict=True)]
         assert reasons() == []
-        alike(outputs)
+        alike(models, outputs)
         assert all(given_back(output) is cache for output, cache in zip(outputs, caches, strict=True))
     if name == BESIDE:
         with pytest.raises(RuntimeError):
@@ -226,7 +80,7 @@ def test_a_cache_that_came_back_is_continued_and_is_the_callers(name: str) -> No
         for output in outputs:
             given_back(output).crop(-2)
             given_back(output).reorder_cache(torch.tensor([1, 0], device=DEVICE))
-    alike(outputs)
+    alike(models, outputs)
 
 
 def test_a_cache_of_a_caller_begins_empty_or_of_transformers() -> None:
@@ -235,7 +89,7 @@ def test_a_cache_of_a_caller_begins_empty_or_of_transformers() -> None:
     made = [{**asked(), asked_with(model): kind()} for model in models]
     outputs = [run(*one) for one in zip(models, made, strict=True)]
     assert reasons() == []
-    alike(outputs)
+    alike(models, outputs)
     with pytest.raises(ValueError, match="cache"):
         run(models[0], {**asked(), asked_with(models[0]): DynamicCache()})
     assert reasons() == ["cache_kind"]
@@ -279,63 +133,9 @@ def test_the_first_layer_that_keeps_no_tokens_tells_no_length() -> None:
     more = [{"input_ids": ids, asked_with(m): given_back(o)} for m, o in zip(models, outputs, strict=True)]
     outputs = [run(*one) for one in zip(models, more, strict=True)]
     assert reasons() == ["cache_contents"]
-    alike(outputs)
+    alike(models, outputs)
     with pytest.raises(StepFails, match="padded rows"):
         DecodeGraph(models[0], 2, 16).prefill(**asked())
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_beams_take_the_original_loop_and_the_next_call_does_not(name: str) -> None:
-    models = pair(name)
-    if name != OBJECT:  # whose states transformers does not reorder
-        outputs = [run(model, asked_of(name), num_beams=2, output_logits=False).sequences for model in models]
-        assert reasons() == ["beams"]
-        assert torch.equal(*outputs)
-    both(models, asked_of(name, seed=1))
-
-
-@pytest.mark.parametrize("name", [BESIDE, OBJECT])
-def test_no_drafts_for_states_that_cannot_go_back(name: str) -> None:
-    model = pair(name)[0]
-    call = Call(asked(1)["input_ids"], [], [], copy.deepcopy(model.generation_config), None, False, {})
-    call.config.prompt_lookup_num_tokens = 3
-    assert eligibility.lookup_of(model, call) == "drafts_for_states"
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_the_graph_by_hand_equals_the_model(name: str) -> None:
-    model, original = pair(name)
-    graph = DecodeGraph(model, 2, 20)
-    for seed in range(3):
-        inputs = asked_of(name, seed=seed, padded=False)["input_ids"]
-        wanted = run(original, {"input_ids": inputs}, max_new_tokens=6)
-        found = [graph.prefill(inputs), *(graph.step(token) for token in wanted.sequences[:, 7:-1].T)]
-        torch.testing.assert_close(torch.stack(found), torch.stack(wanted.logits), rtol=1e-3, atol=1e-3)
-    assert graph.nbytes > 0
-    graph.release()
-    assert graph.nbytes == 0
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_step_told_to_the_device_once_can_be_told_again_without_the_model(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Program, "replay", replays)
-    models = pair(name)
-    for seed in range(3):
-        both(models, asked_of(name, seed=seed))
-    (graph,) = store_of(models[0]).graphs.values()
-    assert len(graph._programs) == 1
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_states_have_the_dtypes_of_the_original(name: str) -> None:
-    models = pair(name, torch.bfloat16)
-    outputs = [run(model, asked_of(name), max_new_tokens=4) for model in models]
-    assert reasons() == []
-    left = [held(given_back(output)) for output in outputs]
-    dtypes = [[value.dtype for value in one.values() if isinstance(value, torch.Tensor)] for one in left]
-    assert dtypes[0] == dtypes[1]
 
 
 def test_no_cache_is_kept_alive_by_what_stands_for_it() -> None:
@@ -530,28 +330,20 @@ def _zeroed(self: Any, other: Any) -> None:
 
 
 COPY_FROM, FREE = CarriedStates.copy_from, PreallocatedLayer.reorder_cache
+MOVED = test_carried.test_a_text_moves_to_a_larger_cache
+LEFT = test_carried.test_what_is_left_is_memory_that_no_later_call_writes
+TOLD = test_carried.test_a_step_told_to_the_device_once_can_be_told_again_without_the_model
+GROWS = test_a_layer_grows_what_it_is_given
 PLANTED: dict[str, tuple[Any, str, Any, str, Any]] = {
-    "states not taken along": (CarriedStates, "copy_from", _zeroed, BESIDE, test_a_text_moves_to_a_larger_cache),
-    "states of an object not taken along": (
-        CarriedStates, "copy_from", _zeroed, OBJECT, test_a_text_moves_to_a_larger_cache,
-    ),
-    "what grew not taken along": (
-        GrownLayer, "take", PreallocatedLayer.take, GROWN, test_a_text_moves_to_a_larger_cache,
-    ),
-    "states lent": (
-        custom_cache, "_copied", lambda attributes: attributes, BESIDE,
-        test_what_is_left_is_memory_that_no_later_call_writes,
-    ),
-    "layers of a text before": (
-        OwnCache, "_next_layer", lambda self: PreallocatedLayer(self), BESIDE,
-        test_a_step_told_to_the_device_once_can_be_told_again_without_the_model,
-    ),
-    "what grew not reordered": (GrownLayer, "reorder_cache", FREE, "", test_a_layer_grows_what_it_is_given),
-    "what grew not forgotten": (
-        GrownLayer, "rewind", PreallocatedLayer.rewind, "", test_a_layer_grows_what_it_is_given,
-    ),
-    "what grew not spoilt": (GrownLayer, "spoil", PreallocatedLayer.spoil, "", test_a_layer_grows_what_it_is_given),
-}  # fmt: skip
+    "states not taken along": (CarriedStates, "copy_from", _zeroed, BESIDE, MOVED),
+    "states of an object not taken along": (CarriedStates, "copy_from", _zeroed, OBJECT, MOVED),
+    "what grew not taken along": (GrownLayer, "take", PreallocatedLayer.take, GROWN, MOVED),
+    "states lent": (custom_cache, "_copied", lambda attributes: attributes, BESIDE, LEFT),
+    "layers of a text before": (OwnCache, "_next_layer", lambda self: PreallocatedLayer(self), BESIDE, TOLD),
+    "what grew not reordered": (GrownLayer, "reorder_cache", FREE, "", GROWS),
+    "what grew not forgotten": (GrownLayer, "rewind", PreallocatedLayer.rewind, "", GROWS),
+    "what grew not spoilt": (GrownLayer, "spoil", PreallocatedLayer.spoil, "", GROWS),
+}
 
 
 @pytest.mark.parametrize("bug", PLANTED)

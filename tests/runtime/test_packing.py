@@ -50,6 +50,22 @@ def run(module, x):
         return module(x), module.original(x)
 
 
+def check(module, x, equal=torch.testing.assert_close, **tolerances):
+    """Compare packed outputs with those of the projections."""
+    ours, original = run(module, x)
+    assert equal(ours, original, **tolerances) in (None, True)
+
+
+@pytest.fixture
+def module():
+    return Attention()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, 32)
+
+
 @pytest.mark.parametrize("biases", [(False,) * 3, (True,) * 3, (True, False, True), (False, True, False)])
 @pytest.mark.parametrize("shape", [(2, 5, 32), (1, 32), (0, 32), (32,)])
 def test_equals_the_projections_in_fp64(biases, shape):
@@ -70,21 +86,10 @@ def test_state_dict_is_the_originals_and_shares_no_growth():
     assert sum(storages.values()) == sum(t.numel() * t.element_size() for t in before.values())
 
 
-def test_parameters_stay_the_same_objects_and_in_place_updates_are_seen():
-    module = Attention()
-    parameters = list(module.parameters())
-    x = torch.randn(3, 32)
-    run(module, x)
-    assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
-    with torch.no_grad():
-        module.k.weight.mul_(2)
-    ours, original = run(module, x)
-    torch.testing.assert_close(ours, original)
-
-
 @pytest.mark.parametrize(
     "change",
     [
+        lambda m: m.k.weight.data.mul_(2),
         lambda m: m.to(torch.bfloat16).to(torch.float32),
         lambda m: setattr(m.k, "weight", nn.Parameter(torch.randn(16, 32))),
         lambda m: m.load_state_dict({k: torch.randn_like(v) for k, v in m.state_dict().items()}),
@@ -92,19 +97,16 @@ def test_parameters_stay_the_same_objects_and_in_place_updates_are_seen():
         lambda m: setattr(m.q.weight, "data", torch.randn(48, 32)),
     ],
 )
-def test_packs_again_after_the_weights_were_replaced(change):
-    module = Attention()
-    x = torch.randn(3, 32)
+def test_packs_again_after_the_weights_were_written_or_replaced(change, module, x):
+    parameters = [*map(id, module.parameters())]  # not themselves: who holds one keeps its memory
     run(module, x)
+    assert [*map(id, module.parameters())] == parameters
     change(module)
-    ours, original = run(module, x)
-    torch.testing.assert_close(ours, original)
+    check(module, x)
     assert packed(module)
 
 
-def test_copies_and_pickles_are_independent():
-    module = Attention()
-    x = torch.randn(3, 32)
+def test_copies_and_pickles_are_independent(module, x):
     run(module, x)
     buffer = io.BytesIO()
     torch.save(module, buffer)
@@ -112,15 +114,13 @@ def test_copies_and_pickles_are_independent():
     for other in (copy.deepcopy(module), torch.load(buffer, weights_only=False)):
         with torch.no_grad():
             other.q.weight.zero_()
-        ours, original = run(other, x)
-        torch.testing.assert_close(ours, original)
+        check(other, x)
     assert module.q.weight.abs().sum() > 0
 
 
-def test_gradients_are_the_originals_and_counted():
+def test_gradients_are_the_originals_and_counted(x):
     module, twin = Attention((True,) * 3), Attention((True,) * 3)
     twin.load_state_dict(module.state_dict())
-    x = torch.randn(3, 32)
     run(module, x)
     module(x).square().sum().backward()
     twin.original(x).square().sum().backward()
@@ -141,9 +141,8 @@ def test_safetensors_saves_packed_weights_as_separate_tensors(tmp_path):
     assert all(torch.equal(tensor, module.state_dict()[name]) for name, tensor in loaded.items())
 
 
-def test_threads_that_make_the_first_call_together_agree():
+def test_threads_that_make_the_first_call_together_agree(x):
     modules = [Attention() for _ in range(8)]
-    x = torch.randn(3, 32)
     with ThreadPoolExecutor(8) as pool:
         results = [list(pool.map(lambda module: run(module, x), [module] * 8)) for module in modules]
     assert all(torch.equal(ours, results[i][0][0]) for i in range(8) for ours, _ in results[i])
@@ -184,33 +183,26 @@ def wrap_forward(module):
         (lambda m: m.share_memory(), "shared_storage"),
     ],
 )
-def test_calls_the_modules_where_packing_is_not_safe(change, reason):
-    module = Attention()
+def test_calls_the_modules_where_packing_is_not_safe(change, reason, module, x):
     change(module)
-    x = torch.randn(3, 32)
     if reason == "different_weights":
         with pytest.raises(RuntimeError, match="dtype"):
             run(module, x)
     else:
-        ours, original = run(module, x)
-        assert torch.equal(ours, original)
+        check(module, x, torch.equal)
     assert backend.fallbacks() == {("packed_linear", reason): 1}
     assert not packed(module)
 
 
-def test_autocast_takes_the_modules():
-    module = Attention()
-    x = torch.randn(3, 32)
+def test_autocast_takes_the_modules(module, x):
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         assert module(x).dtype == torch.bfloat16
     assert backend.fallbacks() == {("packed_linear", "autocast"): 1}
 
 
-def test_a_hook_that_is_removed_lets_packing_return():
-    module = Attention()
+def test_a_hook_that_is_removed_lets_packing_return(module, x):
     seen = []
     handle = module.k.register_forward_hook(lambda *_: seen.append(1))
-    x = torch.randn(3, 32)
     run(module, x)
     assert len(seen) == 2
     handle.remove()
@@ -218,9 +210,7 @@ def test_a_hook_that_is_removed_lets_packing_return():
     assert packed(module)
 
 
-def test_under_inference_mode_the_weights_can_still_be_trained():
-    module = Attention()
-    x = torch.randn(3, 32)
+def test_under_inference_mode_the_weights_can_still_be_trained(module, x):
     with torch.inference_mode():
         module(x)
     assert packed(module)
@@ -244,10 +234,8 @@ def test_compiles_without_a_graph_break(biases, packed_before, named):
     assert packed(module) == (packed_before or named == "triton")
 
 
-def test_compiled_model_sees_weights_that_were_replaced_afterwards():
+def test_compiled_model_sees_weights_that_were_replaced_afterwards(module, x):
     torch.compiler.reset()
-    module = Attention()
-    x = torch.randn(3, 32)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         compiled(x)
@@ -255,8 +243,7 @@ def test_compiled_model_sees_weights_that_were_replaced_afterwards():
         torch.testing.assert_close(compiled(x), module.original(x))
 
 
-def test_outputs_are_views_that_reshape_like_the_originals():
-    module = Attention()
+def test_outputs_are_views_that_reshape_like_the_originals(module):
     with torch.no_grad():
         q, k, v = packed_linear(torch.randn(2, 5, 32), module.q, module.k, module.v)
     assert q.view(2, 5, -1, 16).transpose(1, 2).shape == (2, 3, 5, 16)
@@ -272,9 +259,8 @@ class Shared(nn.Module):
         self.second.q.weight = self.first.q.weight
 
 
-def test_a_weight_that_another_group_has_packed_stays_there():
+def test_a_weight_that_another_group_has_packed_stays_there(x):
     model = Shared()
-    x = torch.randn(3, 32)
     for layer in (model.first, model.second, model.first, model.second):
         ours, original = run(layer, x)
         assert torch.equal(ours, original) or torch.allclose(ours, original, atol=1e-6)
@@ -283,10 +269,9 @@ def test_a_weight_that_another_group_has_packed_stays_there():
     assert backend.fallbacks() == {("packed_linear", "shared_weight"): 2}
 
 
-def test_layers_that_share_a_weight_do_not_move_it_while_the_other_computes(monkeypatch):
+def test_layers_that_share_a_weight_do_not_move_it_while_the_other_computes(monkeypatch, x):
     """One layer is held between packing and its product; the other runs meanwhile."""
     model = Shared()
-    x = torch.randn(3, 32)
     wanted = [layer.original(x).detach() for layer in (model.first, model.second)]
     inside, done = threading.Event(), threading.Event()
     multiplied = packing.multiplied
@@ -310,8 +295,7 @@ def test_layers_that_share_a_weight_do_not_move_it_while_the_other_computes(monk
     torch.testing.assert_close(second, wanted[1])
 
 
-def test_layers_that_share_a_weight_agree_under_threads():
-    x = torch.randn(3, 32)
+def test_layers_that_share_a_weight_agree_under_threads(x):
     for _ in range(20):
         model = Shared()
         layers = [model.first, model.second] * 2
@@ -331,35 +315,28 @@ def test_layers_that_share_a_weight_agree_under_threads():
 
 
 @pytest.mark.parametrize("twice", ["one module", "one weight", "one memory"])
-def test_one_weight_twice_among_the_projections_takes_the_modules(twice):
-    module = Attention()
+def test_one_weight_twice_among_the_projections_takes_the_modules(twice, module, x):
     if twice == "one module":
         module.v = module.k
     elif twice == "one weight":
         module.v.weight = module.k.weight
     else:
         module.v.weight = nn.Parameter(module.k.weight.data)
-    x = torch.randn(3, 32)
     for _ in range(2):
-        ours, original = run(module, x)
-        assert torch.equal(ours, original)
+        check(module, x, torch.equal)
     assert backend.fallbacks() == {("packed_linear", "shared_weight"): 2}
     assert module.v.weight.data_ptr() == module.k.weight.data_ptr()
 
 
-def test_a_group_whose_weight_was_replaced_frees_the_others():
+def test_a_group_whose_weight_was_replaced_frees_the_others(x):
     model = Shared()
-    x = torch.randn(3, 32)
     run(model.first, x)
     model.first.k.weight = nn.Parameter(torch.randn(16, 32))
-    ours, original = run(model.second, x)
-    torch.testing.assert_close(ours, original)
+    check(model.second, x)
     assert packed(model.second)
 
 
-def test_a_part_of_a_group_joins_the_whole():
-    module = Attention()
-    x = torch.randn(3, 32)
+def test_a_part_of_a_group_joins_the_whole(module, x):
     with torch.no_grad():
         for projections in ((module.k, module.v), (module.q, module.k, module.v), (module.k, module.v)):
             for ours, projection in zip(packed_linear(x, *projections), projections, strict=True):
@@ -369,8 +346,7 @@ def test_a_part_of_a_group_joins_the_whole():
 
 
 @pytest.mark.parametrize("wrong", [None, [1.0], 2])
-def test_what_is_no_tensor_fails_as_in_the_modules(wrong):
-    module = Attention()
+def test_what_is_no_tensor_fails_as_in_the_modules(wrong, module):
     with pytest.raises(TypeError) as original:
         module.q(wrong)
     with pytest.raises(TypeError) as ours:
@@ -379,9 +355,8 @@ def test_what_is_no_tensor_fails_as_in_the_modules(wrong):
     assert backend.fallbacks() == {("packed_linear", "not_a_tensor"): 1}
 
 
-def test_a_trace_holds_the_original_calls():
+def test_a_trace_holds_the_original_calls(x):
     module = Attention((True, False, True))
-    x = torch.randn(3, 32)
     with torch.no_grad():
         traced = torch.jit.trace(module, (x,))
         longer = torch.randn(5, 32)
@@ -397,44 +372,37 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
-def test_no_weight_moves_while_another_takes_part_in_the_call(mode):
+def test_no_weight_moves_while_another_takes_part_in_the_call(mode, x):
     module = Attention((True,) * 3)
-    x = torch.randn(3, 32)
     with torch.no_grad(), mode():
         module(x)
     assert backend.fallbacks() == {("packed_linear", "watched"): 1}
     assert not packed(module)
     assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
-    ours, original = run(module, x)
-    torch.testing.assert_close(ours, original)
+    check(module, x)
     assert packed(module)
 
 
-def test_a_class_of_tensors_takes_the_modules():
+def test_a_class_of_tensors_takes_the_modules(module):
     class Own(torch.Tensor):
         pass
 
-    module = Attention()
     with torch.no_grad():
         assert type(module(torch.randn(3, 32).as_subclass(Own))) is Own
     assert backend.fallbacks() == {("packed_linear", "watched"): 1}
 
 
-def test_memory_that_is_no_weights_any_more_is_not_multiplied():
+def test_memory_that_is_no_weights_any_more_is_not_multiplied(module, x):
     """Somebody keeps the old weight, so the packed memory lives on beside the new one."""
-    module = Attention()
-    x = torch.randn(3, 32)
     run(module, x)
     old = module.k.weight.data
     module.k.weight = nn.Parameter(torch.randn(16, 32))
-    ours, original = run(module, x)
-    assert torch.equal(ours, original)
+    check(module, x, torch.equal)
     assert not packed(module)
     module.v.weight.data.mul_(2)
     del old
     for _ in range(2):
-        ours, original = run(module, x)
-        torch.testing.assert_close(ours, original)
+        check(module, x)
         assert packed(module)
 
 
@@ -450,14 +418,11 @@ def test_memory_that_is_no_weights_any_more_is_not_multiplied():
     ],
     ids=["state dict", "data", "a slice", "an array", "another library", "another parameter"],
 )
-def test_a_weight_whose_memory_is_held_stays_until_it_is_let_go(hold):
-    module = Attention()
-    x = torch.randn(3, 32)
+def test_a_weight_whose_memory_is_held_stays_until_it_is_let_go(hold, module, x):
     held = hold(module)
     address = module.k.weight.data_ptr()
     for _ in range(2):
-        ours, original = run(module, x)
-        assert torch.equal(ours, original)
+        check(module, x, torch.equal)
     assert module.k.weight.data_ptr() == address
     assert backend.fallbacks() == {("packed_linear", "shared_storage"): 2}
     del held
@@ -465,15 +430,12 @@ def test_a_weight_whose_memory_is_held_stays_until_it_is_let_go(hold):
     assert packed(module)
 
 
-def test_aliases_taken_after_packing_stay_aliases():
-    module = Attention()
-    x = torch.randn(3, 32)
+def test_aliases_taken_after_packing_stay_aliases(module, x):
     run(module, x)
     held = module.state_dict()
     for _ in range(2):
         held["k.weight"].mul_(2)
-        ours, original = run(module, x)
-        torch.testing.assert_close(ours, original)
+        check(module, x)
     assert packed(module)
     with torch.no_grad():
         packed_linear(x, module.k, module.q)  # another order would move what is held
@@ -494,9 +456,8 @@ def test_every_dtype_has_parts_with_storages_of_their_own(dtype):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-def test_a_torch_that_does_not_count_users_moves_no_weight(monkeypatch):
+def test_a_torch_that_does_not_count_users_moves_no_weight(monkeypatch, module):
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    module = Attention()
     run(module, torch.randn(3, 32))
     assert backend.fallbacks() == {("packed_linear", "shared_storage"): 1}
 
@@ -505,8 +466,7 @@ def test_a_weight_that_lies_column_by_column_stays_as_it_is():
     module = Attention(dtype=torch.float64)
     module.q.weight.data = module.q.weight.data.t().contiguous().t()
     x = torch.randn(2, 32, dtype=torch.float64)
-    ours, original = run(module, x)
-    torch.testing.assert_close(ours, original, rtol=1e-12, atol=1e-12)
+    check(module, x, rtol=1e-12, atol=1e-12)
     assert not packed(module)
     assert module.q.weight.stride() == (1, 48)
     assert backend.fallbacks()["packed_linear", "strided"] == 1

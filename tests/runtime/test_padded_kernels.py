@@ -15,27 +15,12 @@ from torch import Tensor
 from hf_rewrite_runtime.attention.padded_heads import HANDLERS
 from hf_rewrite_runtime.attention.step_attention import StepAttention
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
-from hf_rewrite_runtime.launching import launch
 from hf_rewrite_runtime.lazy.pointwise_fusion import FUNCTIONS
 from hf_rewrite_runtime.lazy.step_products import StepProducts
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 HEADS, SLOTS, DIM, COUNT, AT = 2, 40, 20, 4, 17
 MASK = (torch.arange(SLOTS) <= AT)[None, None, None]
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that are launched."""
-    names: list[str] = []
-    run = launch.Kernel.launch
-
-    def recorded(kernel: launch.Kernel, *arguments: Any, **options: Any) -> None:
-        run(kernel, *arguments, **options)
-        names.append(kernel.jit_function.__name__.strip("_").removesuffix("_kernel"))
-
-    monkeypatch.setattr(launch.Kernel, "launch", recorded)
-    return names
 
 
 def filled(heads: Tensor) -> Tensor:

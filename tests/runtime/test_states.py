@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -72,16 +73,21 @@ def alike(ours, theirs) -> None:
         assert torch.equal(mine, wanted)
 
 
+def fed_alike(feed, *caches) -> None:
+    """Feed caches the same random numbers; what they give back has to be the same."""
+    seed = torch.seed()
+    results = []
+    for cache in caches:
+        torch.manual_seed(seed)
+        results.append(feed(cache))
+    alike(*results)
+
+
 def both(*tokens: int):
     """Both kinds of cache, fed the same."""
     mine, theirs = fixed(), growing()
     for count in tokens:
-        seed = torch.seed()
-        results = []
-        for cache in (mine, theirs):
-            torch.manual_seed(seed)
-            results.append(fed(cache, count))
-        alike(*results)
+        fed_alike(lambda cache: fed(cache, count), mine, theirs)  # noqa: B023
     return mine, theirs
 
 
@@ -113,12 +119,8 @@ def test_what_is_stored_and_loaded_is_memory_of_its_own():
     again = fixed()
     again.load(theirs)
     kept = contents(theirs)
-    seed = torch.seed()
-    torch.manual_seed(seed)
-    ours = fed(again, 1)
+    fed_alike(lambda cache: fed(cache, 1), again, copy.deepcopy(theirs))
     alike(contents(theirs), kept)
-    torch.manual_seed(seed)
-    alike(ours, fed(theirs, 1))
     assert again.length == 6
 
 
@@ -131,11 +133,7 @@ def test_a_cleared_cache_is_a_new_one_at_the_same_addresses():
     assert not mine.is_initialized, "models ask whether a prompt is the first that a cache sees"
     assert not any(any(one.values()) for one in flags(mine))
     assert not any(tensor.any() for tensor in contents(mine))
-    seed = torch.seed()
-    torch.manual_seed(seed)
-    ours, fresh = fed(mine, 2), fixed()
-    torch.manual_seed(seed)
-    alike(ours, fed(fresh, 2))
+    fed_alike(lambda cache: fed(cache, 2), mine, fixed())
     assert [tensor.data_ptr() for tensor in (*mine.buffers, *states.tensors(mine.layers))] == addresses
 
 
@@ -237,14 +235,13 @@ def both_indexed(*tokens: int):
     """Both kinds of cache, fed the same; the second layer reads the keys of the first, and has an indexer's alone."""
     mine, theirs = preallocated_like(growing_indexed(), B, CAPACITY, "cpu"), growing_indexed()
     assert mine is not None
+
+    def feed(cache, count):
+        found = chosen(cache, 0, count) + chosen(cache, 1, count, keyed=False)
+        return [*found, *cache.update(drawn(B, 2, count, 4), drawn(B, 2, count, 4), 2)]
+
     for count in tokens:
-        seed = torch.seed()
-        results = []
-        for cache in (mine, theirs):
-            torch.manual_seed(seed)
-            found = chosen(cache, 0, count) + chosen(cache, 1, count, keyed=False)
-            results.append([*found, *cache.update(drawn(B, 2, count, 4), drawn(B, 2, count, 4), 2)])
-        alike(*results)
+        fed_alike(lambda cache: feed(cache, count), mine, theirs)  # noqa: B023
     return mine, theirs
 
 
@@ -265,11 +262,7 @@ def test_an_indexer_s_keys_are_given_and_held_as_in_a_growing_cache(tokens):
     assert not {t.data_ptr() for t in keys_of(stored)} & {t.data_ptr() for t in keys_of(mine)}
     again = preallocated_like(growing_indexed(), B, CAPACITY, "cpu")
     again.load(stored)
-    seed = torch.seed()
-    torch.manual_seed(seed)
-    ours = chosen(again, 1, 1, keyed=False)
-    torch.manual_seed(seed)
-    alike(ours, chosen(theirs, 1, 1, keyed=False))
+    fed_alike(lambda cache: chosen(cache, 1, 1, keyed=False), again, theirs)
 
 
 @indexed
@@ -299,11 +292,7 @@ def test_an_indexer_s_keys_are_reordered_cropped_cleared_taken_over_and_counted(
     alike([mine.layers[0].keys[:, :, :5]], [theirs.layers[0].keys])
     for cache in (mine, theirs):
         cache.layers[0].crop(-2)
-    seed = torch.seed()
-    torch.manual_seed(seed)
-    ours = chosen(mine, 0, 1)
-    torch.manual_seed(seed)
-    alike(ours, chosen(theirs, 0, 1))
+    fed_alike(lambda cache: chosen(cache, 0, 1), mine, theirs)
     larger = preallocated_like(growing_indexed(), B, 4 * CAPACITY, "cpu")
     mine.rewind(4)
     larger.copy_from(mine)
@@ -337,10 +326,7 @@ def positioned(cache, tokens: int) -> torch.Tensor:
 def test_an_indexer_s_positions_are_held_as_in_a_growing_cache_and_a_step_has_none():
     mine, theirs = both_indexed(5)
     rows = torch.tensor([1, 0])
-    torch.manual_seed(1)
-    positioned(mine, 5)
-    torch.manual_seed(1)
-    positioned(theirs, 5)
+    fed_alike(lambda cache: positioned(cache, 5), mine, theirs)
     for cache in (mine, theirs):
         cache.layers[0].reorder_cache(rows)
         cache.layers[0].crop(-2)

@@ -9,7 +9,6 @@ data, what shares memory with what, and the random numbers that come next. A cas
     pytest tests/soundness/test_cases.py -k hidden_writes                      one family
     pytest tests/soundness/test_cases.py -k "hidden_writes and gated"          its cases for one kind of place
     pytest "tests/soundness/test_cases.py::test_computes_what_it_did[aliases/projections.view]"       one case
-    cd tests && python -m soundness.table [part of a name]                     what differs, by the transform to blame
 
 A family is a file of `fixtures/soundness/cases`, a kind of place a file of `fixtures/soundness/scaffolds`: a module
 with holes, each a line `<<name>>`. A case is

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
-from command_line import CommandLine
+import command_line
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"
 MAPPINGS = 'CONFIG_MAPPING_NAMES = {"tiny": "TinyLlamaConfig"}\n'
 
 
-@pytest.fixture
-def rewrite(capfd: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(capfd)
+@pytest.fixture(autouse=True)
+def _captured(capfd: pytest.CaptureFixture[str]) -> None:
+    command_line.captured = capfd
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 from rewrite.delivery import acceptance
 from rewrite.package.lock import read_lock
@@ -63,7 +63,7 @@ def edited(package: Path) -> Path:
 
 
 @pytest.fixture
-def accepted(edited: Path, judge: Judge, rewrite: CommandLine, original: tuple[str, str]) -> Path:
+def accepted(edited: Path, judge: Judge, original: tuple[str, str]) -> Path:
     assert rewrite(*ACCEPT, *original).code == 0
     return edited
 
@@ -84,7 +84,7 @@ def kept(package: Path) -> dict[str, Any]:
 
 
 def test_what_fails_is_recorded_with_its_figures(
-    edited: Path, judge: Judge, rewrite: CommandLine, tree: Path, original: tuple[str, str]
+    edited: Path, judge: Judge, tree: Path, original: tuple[str, str]
 ) -> None:
     checked = rewrite("check", edited, "--transformers", tree)
     assert (checked.code, checked.out) == (0, "unverified  out: never verified (rewrite verify out)\n")
@@ -102,21 +102,21 @@ def test_what_fails_is_recorded_with_its_figures(
     assert max(map(len, done.out.splitlines())) <= 80
 
 
-def test_the_comment_of_the_pull_request_shows_it(accepted: Path, rewrite: CommandLine) -> None:
+def test_the_comment_of_the_pull_request_shows_it(accepted: Path) -> None:
     text = rewrite("diff", accepted, "--format", "markdown").out
     assert "differs from the original, as accepted" in text
     assert "**Accepted**: sharper \\| attention" in text
     assert "| the generated text | 1 check differs, the most parity: logits: 0.3 |" in text
 
 
-def test_another_edit_is_not_accepted(accepted: Path, rewrite: CommandLine, tree: Path) -> None:
+def test_another_edit_is_not_accepted(accepted: Path, tree: Path) -> None:
     edit(accepted / "modeling_tiny.py", "attention_dropout = 0.0", "attention_dropout = 0.5")
     checked = rewrite("check", accepted, "--transformers", tree)
     assert (checked.code, "is not as it was when `sharper | attention` was accepted" in checked.out) == (1, True)
     assert "**Accepted** (of other files than these)" in rewrite("diff", accepted, "--format", "markdown").out
 
 
-def test_a_formatter_does_not_undo_it(accepted: Path, rewrite: CommandLine, tree: Path) -> None:
+def test_a_formatter_does_not_undo_it(accepted: Path, tree: Path) -> None:
     path = accepted / "modeling_tiny.py"
     path.write_text(path.read_text().replace(" = self.", " =  self."))
     assert rewrite("check", accepted, "--transformers", tree).code == 0
@@ -134,7 +134,6 @@ def test_a_formatter_does_not_undo_it(accepted: Path, rewrite: CommandLine, tree
 def test_a_later_verification_is_held_to_it(
     accepted: Path,
     judge: Judge,
-    rewrite: CommandLine,
     original: tuple[str, str],
     planted: dict[str, Any],
     error: float,
@@ -158,7 +157,6 @@ def test_a_later_verification_is_held_to_it(
 def test_a_check_that_no_longer_runs_is_worse_than_one_that_fails(
     accepted: Path,
     judge: Judge,
-    rewrite: CommandLine,
     tree: Path,
     releases: Releases,
     original: tuple[str, str],
@@ -181,9 +179,7 @@ def test_a_check_that_no_longer_runs_is_worse_than_one_that_fails(
     assert rewrite("check", accepted, "--transformers", tree).code == 0
 
 
-def test_what_could_not_run_is_not_accepted(
-    edited: Path, judge: Judge, rewrite: CommandLine, tree: Path, original: tuple[str, str]
-) -> None:
+def test_what_could_not_run_is_not_accepted(edited: Path, judge: Judge, tree: Path, original: tuple[str, str]) -> None:
     judge.raised = ("keys", "loss")
     done = rewrite(*ACCEPT, *original, "--json", "-")
     assert done.code == 1
@@ -196,7 +192,7 @@ def test_what_could_not_run_is_not_accepted(
 
 
 def test_where_no_number_is_compared_nothing_is_accepted(
-    edited: Path, judge: Judge, rewrite: CommandLine, original: tuple[str, str]
+    edited: Path, judge: Judge, original: tuple[str, str]
 ) -> None:
     edit(edited / "modeling_tiny.py", MINE, "self.scaling = self.head_dim**-0.5")
     judge.planted = {"names": {}}
@@ -204,9 +200,7 @@ def test_where_no_number_is_compared_nothing_is_accepted(
     assert (done.code, "no number could be compared" in done.err) == (1, True)
 
 
-def test_what_is_found_in_words_is_held_to_as_well(
-    edited: Path, judge: Judge, rewrite: CommandLine, original: tuple[str, str]
-) -> None:
+def test_what_is_found_in_words_is_held_to_as_well(edited: Path, judge: Judge, original: tuple[str, str]) -> None:
     judge.planted = {"names": {}}
     assert rewrite(*ACCEPT, *original).code == 0
     assert kept(edited)["original"]["failed"]["parity: names"] == {"says": "planted"}
@@ -218,7 +212,7 @@ def test_what_is_found_in_words_is_held_to_as_well(
 
 
 def test_a_sync_verifies_against_it(
-    accepted: Path, judge: Judge, rewrite: CommandLine, releases: Releases, monkeypatch: pytest.MonkeyPatch
+    accepted: Path, judge: Judge, releases: Releases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rewrite.sync.upgrade._require_installed", lambda *_: None)
     monkeypatch.setattr("rewrite.delivery.precheck.importing", lambda *_: contextlib.nullcontext())
@@ -238,7 +232,7 @@ def test_a_sync_verifies_against_it(
 
 
 def test_a_fault_of_ours_does_not_hide_behind_it(
-    accepted: Path, judge: Judge, rewrite: CommandLine, releases: Releases, monkeypatch: pytest.MonkeyPatch
+    accepted: Path, judge: Judge, releases: Releases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The generated text fails in the very check that was accepted for the edit."""
     monkeypatch.setattr("rewrite.sync.upgrade._require_installed", lambda *_: None)
@@ -248,7 +242,7 @@ def test_a_fault_of_ours_does_not_hide_behind_it(
     assert (refused.code, "without your edits it fails too" in refused.out) == (1, True)
 
 
-def test_nothing_to_accept(package: Path, judge: Judge, rewrite: CommandLine, original: tuple[str, str]) -> None:
+def test_nothing_to_accept(package: Path, judge: Judge, original: tuple[str, str]) -> None:
     done = rewrite(*ACCEPT, *original)
     assert (done.code, "there is nothing to accept" in done.out) == (0, True)
     assert not (package / acceptance.NAME).exists()
@@ -256,7 +250,7 @@ def test_nothing_to_accept(package: Path, judge: Judge, rewrite: CommandLine, or
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"reason": "x"}', '{"original": {"failed": {"a": 1}}}'])
 def test_a_record_that_cannot_be_read_is_one_error(
-    accepted: Path, rewrite: CommandLine, tree: Path, original: tuple[str, str], text: str
+    accepted: Path, tree: Path, original: tuple[str, str], text: str
 ) -> None:
     (accepted / acceptance.NAME).write_text(text)
     checked = rewrite("check", accepted, "--transformers", tree)
@@ -265,7 +259,7 @@ def test_a_record_that_cannot_be_read_is_one_error(
     assert (refused.code, "accepted.json is not as `rewrite accept` wrote it" in refused.err) == (1, True)
 
 
-def test_bad_input(package: Path, rewrite: CommandLine) -> None:
+def test_bad_input(package: Path) -> None:
     assert rewrite("accept", package).code == 2
     empty = rewrite("accept", package, "--reason", " ")
     assert (empty.code, "--reason is empty" in empty.err) == (2, True)

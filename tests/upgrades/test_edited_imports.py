@@ -6,7 +6,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 from rewrite.package.lock import read_lock
 from rewrite.sync import formats, runtime_names
@@ -45,7 +45,7 @@ def test_an_import_that_finds_nothing_is_named(line: str, said: str | None) -> N
     assert [(one.line, one.said) for one in found] == ([] if said is None else [(5, said)])
 
 
-def test_an_edit_that_imports_what_is_not_there(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_an_edit_that_imports_what_is_not_there(package: Path, releases: Releases) -> None:
     edit(package / "modeling_tiny.py", "import torch\n", f"import torch\nfrom {NORM} import nothing\n")
     old = ("--transformers", releases("6.0.0"))
     assert f"imports nothing of {NORM}, which does not have it" in " ".join(
@@ -61,7 +61,7 @@ def older(here: Path) -> Path:
     return here / "packed"
 
 
-def test_a_package_with_its_runtime_inside_is_synced_once(older: Path, rewrite: CommandLine) -> None:
+def test_a_package_with_its_runtime_inside_is_synced_once(older: Path) -> None:
     assert (older / "runtime" / "core.py").is_file()
     assert "# an edit of the user's" in (older / "modeling_tiny_llama.py").read_text()
     checked = rewrite("check", older, "--format", "json").out
@@ -75,7 +75,7 @@ def test_a_package_with_its_runtime_inside_is_synced_once(older: Path, rewrite: 
     assert rewrite("check", older).code == 0
 
 
-def test_an_edit_that_imports_from_it_is_refused_with_the_way(older: Path, rewrite: CommandLine) -> None:
+def test_an_edit_that_imports_from_it_is_refused_with_the_way(older: Path) -> None:
     path = older / "modeling_tiny_llama.py"
     path.write_text(f"{path.read_text()}\n\nfrom .runtime.norms import rms_norm as mine\n")
     done = rewrite("sync", older, "--no-verify")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 from kept_verdicts import keep
 
 from rewrite.package import syntax
@@ -56,7 +56,7 @@ def text_of(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", FORMATTERS)
-def test_a_formatter_is_no_edit(name: str, package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_a_formatter_is_no_edit(name: str, package: Path, releases: Releases) -> None:
     before = text_of(package)
     FORMATTERS[name](package)
     assert text_of(package) != before or name in ("120", "imports")
@@ -71,7 +71,7 @@ def test_a_formatter_is_no_edit(name: str, package: Path, releases: Releases, re
 
 
 @pytest.mark.parametrize("name", FORMATTERS)
-def test_an_upgrade_keeps_the_layout(name: str, package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_an_upgrade_keeps_the_layout(name: str, package: Path, releases: Releases) -> None:
     FORMATTERS[name](package)
     edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
     before = text_of(package)
@@ -85,9 +85,7 @@ def test_an_upgrade_keeps_the_layout(name: str, package: Path, releases: Release
 
 
 @pytest.mark.parametrize("name", ["79, commas", "100, single quotes", "by hand"])
-def test_upstream_changes_lines_that_the_formatter_changed(
-    name: str, package: Path, releases: Releases, rewrite: CommandLine
-) -> None:
+def test_upstream_changes_lines_that_the_formatter_changed(name: str, package: Path, releases: Releases) -> None:
     """The line is one where it was generated and three after the formatter; an edit stands right beside it."""
     FORMATTERS[name](package)
     edit(
@@ -108,9 +106,7 @@ def test_upstream_changes_lines_that_the_formatter_changed(
     assert text_of(package).count("\n") == text.count("\n")
 
 
-def test_a_real_conflict_is_shown_in_the_layout_of_the_team(
-    package: Path, releases: Releases, rewrite: CommandLine
-) -> None:
+def test_a_real_conflict_is_shown_in_the_layout_of_the_team(package: Path, releases: Releases) -> None:
     FORMATTERS["100, single quotes"](package)
     edit(package / "modeling_tiny.py", "attention_dropout = 0.0", "attention_dropout = 0.5")
     done = rewrite("sync", package, "--transformers", releases("6.1.0", DROPOUT))
@@ -123,7 +119,7 @@ def test_a_real_conflict_is_shown_in_the_layout_of_the_team(
     ]
 
 
-def test_a_verdict_holds_for_every_layout(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_a_verdict_holds_for_every_layout(package: Path, releases: Releases) -> None:
     keep(package)
     FORMATTERS["88"](package)
     tree = releases("6.0.0")
@@ -132,7 +128,7 @@ def test_a_verdict_holds_for_every_layout(package: Path, releases: Releases, rew
     assert "has changed since it was verified" in rewrite("check", package, "--transformers", tree).out
 
 
-def test_an_edit_is_still_an_edit(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_an_edit_is_still_an_edit(package: Path, releases: Releases) -> None:
     tree = releases("6.0.0")
     assert rewrite("vendor", package).code == 0
     file = package / "_runtime" / "linear" / "packing.py"

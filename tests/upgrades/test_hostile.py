@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine, Outcome
+from command_line import Outcome, rewrite
 
 from rewrite.package import lock_text
 from rewrite.package.lock import read_lock
@@ -20,7 +20,7 @@ from .test_releases import DROPOUT
 Harm = Callable[[dict[str, Any]], Any]
 
 
-def commands(rewrite: CommandLine, package: Path, tree: Path) -> list[Outcome]:
+def commands(package: Path, tree: Path) -> list[Outcome]:
     return [
         rewrite("sync", package, "--transformers", tree),
         rewrite("check", package, "--transformers", tree),
@@ -73,15 +73,13 @@ HARMS: dict[str, Harm] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_lock_that_says_what_no_lock_says(
-    package: Path, releases: Releases, rewrite: CommandLine, harm: str
-) -> None:
+def test_a_lock_that_says_what_no_lock_says(package: Path, releases: Releases, harm: str) -> None:
     tree, path = releases("6.1.0", DROPOUT), package / "rewrite.lock"
     data = json.loads(path.read_text())
     HARMS[harm](data)
     path.write_text(json.dumps(data))
     before, inside = outside(package), {p: p.read_bytes() for p in package.rglob("*") if p.is_file()}
-    for done in commands(rewrite, package, tree):
+    for done in commands(package, tree):
         assert done.code in (1, 2), done
         assert "rewrite.lock" in done.err + done.out
         assert "bug of ours" not in done.err
@@ -101,25 +99,21 @@ def test_a_lock_that_says_what_no_lock_says(
     ],
     ids=["deep", "deeper", "huge", "conflict", "null", "twice"],
 )
-def test_a_lock_that_is_no_object(
-    package: Path, releases: Releases, rewrite: CommandLine, text: str, said: str
-) -> None:
+def test_a_lock_that_is_no_object(package: Path, releases: Releases, text: str, said: str) -> None:
     (package / "rewrite.lock").write_text(text)
-    for done in commands(rewrite, package, releases("6.1.0")):
+    for done in commands(package, releases("6.1.0")):
         assert (done.code in (1, 2), said in done.err + done.out) == (True, True), done
 
 
-def test_a_lock_that_is_a_link_to_itself(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_a_lock_that_is_a_link_to_itself(package: Path, releases: Releases) -> None:
     path = package / "rewrite.lock"
     path.unlink()
     path.symlink_to(path.name)
-    for done in commands(rewrite, package, releases("6.1.0")):
+    for done in commands(package, releases("6.1.0")):
         assert (done.code, "rewrite.lock" in done.err + done.out) == (2, True)
 
 
-def test_an_edit_by_hand_is_noticed_and_a_sync_makes_the_lock_anew(
-    package: Path, releases: Releases, rewrite: CommandLine
-) -> None:
+def test_an_edit_by_hand_is_noticed_and_a_sync_makes_the_lock_anew(package: Path, releases: Releases) -> None:
     tree, path = releases("6.0.0"), package / "rewrite.lock"
     good = path.read_text()
     path.write_text(
@@ -132,7 +126,7 @@ def test_an_edit_by_hand_is_noticed_and_a_sync_makes_the_lock_anew(
     assert path.read_text() == good
 
 
-def test_options_that_name_a_rule_that_is_gone(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_options_that_name_a_rule_that_is_gone(package: Path, releases: Releases) -> None:
     path = package / "rewrite.lock"
     path.write_text(path.read_text().replace('"fuse_gate_up",\n      "fuse_qkv"', '"fuse_gone",\n      "fuse_qkv"'))
     data = json.loads(path.read_text())
@@ -145,7 +139,7 @@ def test_options_that_name_a_rule_that_is_gone(package: Path, releases: Releases
 
 @pytest.mark.parametrize("name", ["modeling_tiny.py", "__init__.py", ".rewrite", "rewrite.lock"])
 def test_a_link_inside_is_refused_and_its_target_stays(
-    package: Path, releases: Releases, rewrite: CommandLine, name: str, tmp_path: Path
+    package: Path, releases: Releases, name: str, tmp_path: Path
 ) -> None:
     place, target = package / name, tmp_path / "elsewhere"
     place.rename(target)
@@ -158,9 +152,7 @@ def test_a_link_inside_is_refused_and_its_target_stays(
     assert outside(package) == before
 
 
-def test_a_conflict_is_not_written_through_a_link(
-    package: Path, releases: Releases, rewrite: CommandLine, tmp_path: Path
-) -> None:
+def test_a_conflict_is_not_written_through_a_link(package: Path, releases: Releases, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("safe")
     (package / "modeling_tiny.py.conflict").symlink_to(victim)
@@ -170,7 +162,7 @@ def test_a_conflict_is_not_written_through_a_link(
     assert "<<<<<<< yours" in (package / "modeling_tiny.py.conflict").read_text()
 
 
-def test_a_linked_package_stays_a_link(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_a_linked_package_stays_a_link(package: Path, releases: Releases) -> None:
     package.rename("real")
     Path("link").symlink_to("real")
     tree = releases("6.1.0", DROPOUT)
@@ -182,7 +174,7 @@ def test_a_linked_package_stays_a_link(package: Path, releases: Releases, rewrit
 
 
 @pytest.mark.parametrize("name", ["with space", "ünï-código", "[brackets]", "a'quote", "-dash"])
-def test_names_that_need_care(here: Path, releases: Releases, rewrite: CommandLine, name: str) -> None:
+def test_names_that_need_care(here: Path, releases: Releases, name: str) -> None:
     original = releases("6.0.0") / "transformers" / "models" / "tiny" / "modeling_tiny.py"
     out = f"./{name}"
     assert rewrite(original, "--out", out, "--no-verify", "--diff", "none", "--only", "fuse_qkv").code == 0
@@ -196,7 +188,7 @@ def test_names_that_need_care(here: Path, releases: Releases, rewrite: CommandLi
     assert sorted(os.listdir(here)) == sorted([name, f".{name[0]}.rewrite-new-x"])
 
 
-def test_an_original_that_is_the_package_itself(here: Path, rewrite: CommandLine, releases: Releases) -> None:
+def test_an_original_that_is_the_package_itself(here: Path, releases: Releases) -> None:
     original = releases("6.0.0") / "transformers" / "models" / "tiny" / "modeling_tiny.py"
     (here / "modeling_tiny.py").write_bytes(original.read_bytes())
     assert rewrite("modeling_tiny.py", "--out", "out", "--no-verify", "--diff", "none", "--only", "fuse_qkv").code == 0

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 from rewrite.package import output, swap
 from rewrite.sync import rebuild
@@ -54,7 +54,7 @@ def test_folders_change_places_in_one_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [1, 2, 5, 8])
 def test_a_disk_that_fills_up_leaves_the_old_state(
-    package: Path, releases: Releases, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch, step: int
+    package: Path, releases: Releases, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
     before, written, write = contents(package), [0], Path.write_bytes
@@ -75,7 +75,7 @@ def test_a_disk_that_fills_up_leaves_the_old_state(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_place(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_a_read_only_place(package: Path, releases: Releases) -> None:
     before, parent = contents(package), package.resolve().parent
     parent.chmod(0o555)
     try:
@@ -86,9 +86,7 @@ def test_a_read_only_place(package: Path, releases: Releases, rewrite: CommandLi
     assert contents(package) == before
 
 
-def test_a_place_that_refuses(
-    package: Path, releases: Releases, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_refuses(package: Path, releases: Releases, monkeypatch: pytest.MonkeyPatch) -> None:
     before, tree = contents(package), releases("6.1.0", DROPOUT)
 
     def refuses(*arguments: object) -> int:
@@ -100,7 +98,7 @@ def test_a_place_that_refuses(
     assert contents(package) == before
 
 
-def test_two_at_once(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_two_at_once(package: Path, releases: Releases) -> None:
     tree = releases("6.1.0", DROPOUT)
     before = contents(package)
     with swap.alone(package):
@@ -111,13 +109,13 @@ def test_two_at_once(package: Path, releases: Releases, rewrite: CommandLine) ->
     assert [path.name for path in package.resolve().parent.iterdir()] == ["out"]
 
 
-def test_a_claim_that_a_kill_left_is_taken_over(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_a_claim_that_a_kill_left_is_taken_over(package: Path, releases: Releases) -> None:
     swap.claim(package.resolve()).touch()
     assert "up to date" in rewrite("sync", package, "--transformers", releases("6.0.0")).out
     assert [path.name for path in package.resolve().parent.iterdir()] == ["out"]
 
 
-def test_the_claim_of_a_run_that_was_killed(package: Path, rewrite: CommandLine) -> None:
+def test_the_claim_of_a_run_that_was_killed(package: Path) -> None:
     code = "import sys, time; from pathlib import Path; from rewrite.package import swap\n"
     code += "with swap.alone(Path('out')): print(flush=True); time.sleep(60)"
     run = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=-1)
@@ -134,7 +132,7 @@ def test_the_claim_of_a_run_that_was_killed(package: Path, rewrite: CommandLine)
     assert not swap.claim(package.resolve()).exists()
 
 
-def test_two_processes_at_once_end_in_the_new_state(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_two_processes_at_once_end_in_the_new_state(package: Path, releases: Releases) -> None:
     tree = releases("6.1.0", DROPOUT)
     command = [sys.executable, "-m", "rewrite.cli", "sync", "out", "--transformers", str(tree), "--diff", "none"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -150,7 +148,7 @@ def test_two_processes_at_once_end_in_the_new_state(package: Path, releases: Rel
     "when", ["rewrite.delivery.precheck.check_text", "rewrite.sync.edits.with_edits", "rewrite.sync.edits.problems"]
 )
 def test_a_file_that_the_user_saves_meanwhile_is_not_replaced(
-    package: Path, releases: Releases, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch, when: str
+    package: Path, releases: Releases, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     path = package / "modeling_tiny.py"
     module, name = when.rsplit(".", 1)
@@ -174,7 +172,7 @@ def test_a_backup_is_whole_before_anything_is_replaced(package: Path, tmp_path: 
 
 
 def test_another_run_that_was_faster_is_no_edit(
-    package: Path, releases: Releases, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
+    package: Path, releases: Releases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = str(releases("6.1.0", DROPOUT))
     renewed, faster = rebuild.renewed, ["sync", str(package), "--transformers", tree]

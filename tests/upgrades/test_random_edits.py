@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 from rewrite.codemod.build import build
 from rewrite.package.snapshots import archive
@@ -73,9 +73,7 @@ def test_a_merge_that_drops_a_side_is_noticed(texts: list[str], monkeypatch: pyt
         assert all("drops" in result for result in found), found
 
 
-def test_the_working_file_stays_in_a_conflict_and_the_resolution_is_taken(
-    package: Path, releases: Releases, rewrite: CommandLine
-) -> None:
+def test_the_working_file_stays_in_a_conflict_and_the_resolution_is_taken(package: Path, releases: Releases) -> None:
     path = package / "modeling_tiny.py"
     mine = edit(path, "attention_dropout = 0.0", "attention_dropout = 0.5")
     init = edit(package / "__init__.py", "rewritten from transformers 6.0.0", "mine")
@@ -100,7 +98,7 @@ def test_the_working_file_stays_in_a_conflict_and_the_resolution_is_taken(
     assert rewrite("check", package, "--transformers", tree).code == 0
 
 
-def test_markers_in_the_working_file_stop_a_sync(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_markers_in_the_working_file_stop_a_sync(package: Path, releases: Releases) -> None:
     path = package / "modeling_tiny.py"
     edit(path, "class TinyLlamaMLP", "<<<<<<< mine\n=======\n>>>>>>> theirs\nclass TinyLlamaMLP")
     done = rewrite("sync", package, "--transformers", releases("6.1.0", UPSTREAM[0]))
@@ -110,7 +108,7 @@ def test_markers_in_the_working_file_stop_a_sync(package: Path, releases: Releas
     assert f"line={line}," in checked.out
 
 
-def test_a_syntax_error_of_the_user_stops_a_sync(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_a_syntax_error_of_the_user_stops_a_sync(package: Path, releases: Releases) -> None:
     edit(package / "modeling_tiny.py", "class TinyLlamaMLP(nn.Module):", "class TinyLlamaMLP(nn.Module:")
     done = rewrite("sync", package, "--transformers", releases("6.1.0", UPSTREAM[0]))
     assert (done.code, "does not parse as Python" in done.err) == (2, True)
@@ -118,7 +116,7 @@ def test_a_syntax_error_of_the_user_stops_a_sync(package: Path, releases: Releas
 
 @pytest.mark.parametrize("damage", ["edited", "missing", "swapped"])
 def test_a_merge_never_starts_from_a_text_that_was_not_generated(
-    package: Path, releases: Releases, rewrite: CommandLine, damage: str
+    package: Path, releases: Releases, damage: str
 ) -> None:
     path, kept = package / "modeling_tiny.py", package / ".rewrite" / "texts.zip"
     texts = {name: zipfile.ZipFile(kept).read(name) for name in zipfile.ZipFile(kept).namelist()}

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 from rewrite.errors import UsageError
 from rewrite.package.lock import Lock, Options, Origin, read_lock
@@ -25,7 +25,7 @@ DROPOUT = ("attention_dropout = 0.0", "attention_dropout = 0.1")
 QKV = ("= self.k_proj(hidden_states)", "= self.k_proj(hidden_states * 1)")
 
 
-def test_a_wheel_is_read_and_the_edit_stays(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_a_wheel_is_read_and_the_edit_stays(package: Path, releases: Releases) -> None:
     edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
     (package / "modeling_tiny.py").chmod(0o755)  # git would show another mode as a change
     wheel = releases.wheel("6.1.0", DROPOUT)
@@ -42,9 +42,7 @@ def test_a_wheel_is_read_and_the_edit_stays(package: Path, releases: Releases, r
     assert rewrite("check", package, "--transformers", releases("6.0.0")).code == 1
 
 
-def test_the_same_file_in_another_version_changes_nothing(
-    package: Path, releases: Releases, rewrite: CommandLine
-) -> None:
+def test_the_same_file_in_another_version_changes_nothing(package: Path, releases: Releases) -> None:
     before = {path: path.read_bytes() for path in package.rglob("*") if path.is_file()}
     tree = releases("6.0.1")
     assert rewrite("check", package, "--transformers", tree).code == 0
@@ -52,9 +50,7 @@ def test_the_same_file_in_another_version_changes_nothing(
     assert {path: path.read_bytes() for path in package.rglob("*") if path.is_file()} == before
 
 
-def test_the_same_file_beside_others_that_changed_is_of_the_new_version(
-    package: Path, releases: Releases, rewrite: CommandLine
-) -> None:
+def test_the_same_file_beside_others_that_changed_is_of_the_new_version(package: Path, releases: Releases) -> None:
     edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
     tree = releases("6.0.1")
     (tree / "transformers" / "masking_utils.py").write_text("def create_causal_mask(config, **kwargs):\n    pass\n")
@@ -69,9 +65,7 @@ def test_the_same_file_beside_others_that_changed_is_of_the_new_version(
     assert rewrite("check", package, "--transformers", tree).code == 0
 
 
-def test_a_lost_place_fails_unless_its_rule_is_accepted(
-    package: Path, releases: Releases, rewrite: CommandLine
-) -> None:
+def test_a_lost_place_fails_unless_its_rule_is_accepted(package: Path, releases: Releases) -> None:
     before = {path: path.read_bytes() for path in package.rglob("*") if path.is_file()}
     tree = releases("6.1.0", QKV)
     checked = rewrite("check", package, "--transformers", tree)
@@ -88,16 +82,14 @@ def test_a_lost_place_fails_unless_its_rule_is_accepted(
     assert rewrite("check", package, "--transformers", tree).code == 0
 
 
-def test_every_rule_is_counted(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_every_rule_is_counted(package: Path, releases: Releases) -> None:
     done = rewrite("sync", package, "--transformers", releases("6.1.0", DROPOUT), "--json", "report.json")
     assert re.search(r"rules +\d+ as before, at \d+ places", done.out)
     (result,) = json.loads(Path("report.json").read_text())["packages"].values()
     assert {rule["rule"] for rule in result["rules"]} >= {"fuse_qkv", "fuse_gate_up"}
 
 
-def test_three_differences_and_a_dry_run_writes_nothing(
-    package: Path, releases: Releases, rewrite: CommandLine
-) -> None:
+def test_three_differences_and_a_dry_run_writes_nothing(package: Path, releases: Releases) -> None:
     edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
     before = {path: path.read_bytes() for path in package.rglob("*") if path.is_file()}
     tree = releases("6.1.0", DROPOUT)
@@ -112,9 +104,7 @@ def test_three_differences_and_a_dry_run_writes_nothing(
     assert {path: path.read_bytes() for path in package.rglob("*") if path.is_file()} == before
 
 
-def test_an_edit_that_reads_what_upstream_took_away_is_refused(
-    package: Path, releases: Releases, rewrite: CommandLine
-) -> None:
+def test_an_edit_that_reads_what_upstream_took_away_is_refused(package: Path, releases: Releases) -> None:
     path = package / "modeling_tiny.py"
     mine = edit(path, "class TinyLlamaMLP", "def mine(q):\n    return apply_rotary_pos_emb(q)\n\n\nclass TinyLlamaMLP")
     tree = releases("6.1.0", ("apply_rotary_pos_emb", "apply_rotary"))
@@ -127,7 +117,7 @@ def test_an_edit_that_reads_what_upstream_took_away_is_refused(
 
 
 def test_an_edit_that_reads_an_argument_by_its_former_name_is_told_the_one_it_has_now(
-    package: Path, releases: Releases, rewrite: CommandLine
+    package: Path, releases: Releases
 ) -> None:
     path = package / "modeling_tiny.py"
     line = "        cos, sin = position_embeddings\n"
@@ -145,14 +135,12 @@ def test_an_edit_that_reads_an_argument_by_its_former_name_is_told_the_one_it_ha
     assert "assert cache is None or cache.layers" in path.read_text()
 
 
-def test_what_the_edit_lacked_before_does_not_stop_a_sync(
-    package: Path, releases: Releases, rewrite: CommandLine
-) -> None:
+def test_what_the_edit_lacked_before_does_not_stop_a_sync(package: Path, releases: Releases) -> None:
     edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "def mine():\n    return later\n\n\nclass TinyLlamaMLP")
     assert rewrite("sync", package, "--transformers", releases("6.1.0", DROPOUT)).code == 0
 
 
-def test_a_model_that_is_gone(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_a_model_that_is_gone(package: Path, releases: Releases) -> None:
     tree = releases("7.0.0")
     (tree / "transformers" / "models" / "tiny" / "modeling_tiny.py").unlink()
     assert "is not in transformers 7.0.0" in rewrite("check", package, "--transformers", tree).out
@@ -161,12 +149,12 @@ def test_a_model_that_is_gone(package: Path, releases: Releases, rewrite: Comman
 
 
 @pytest.mark.parametrize("asked", ["nowhere", "./nowhere.whl", "."])
-def test_no_such_release(package: Path, rewrite: CommandLine, asked: str) -> None:
+def test_no_such_release(package: Path, asked: str) -> None:
     done = rewrite("sync", package, "--transformers", asked)
     assert (done.code, f"no transformers '{asked.removeprefix('./')}'" in done.err) == (2, True)
 
 
-def test_a_wheel_that_is_none(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_a_wheel_that_is_none(package: Path, releases: Releases) -> None:
     wheel = releases.wheel("6.1.0")
     wheel.write_bytes(wheel.read_bytes()[:100])
     done = rewrite("sync", package, "--transformers", wheel)
@@ -174,7 +162,7 @@ def test_a_wheel_that_is_none(package: Path, releases: Releases, rewrite: Comman
 
 
 def test_a_version_is_downloaded_once(
-    package: Path, releases: Releases, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    package: Path, releases: Releases, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wheel, asked = releases.wheel("6.1.0", DROPOUT), []
     run = subprocess.run
@@ -196,7 +184,7 @@ def test_a_version_is_downloaded_once(
     assert "--no-deps" in asked[0]
 
 
-def test_several_packages_go_on_after_an_error(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_several_packages_go_on_after_an_error(package: Path, releases: Releases) -> None:
     tree = releases("6.0.0")
     original = tree / "transformers" / "models" / "tiny" / "modeling_tiny.py"
     assert rewrite(original, "--out", "a/other", "--no-verify", "--diff", "none", "--only", "fuse_qkv").code == 0
@@ -249,7 +237,7 @@ def test_pins(here: Path, name: str, text: str, version: str | None) -> None:
     assert (found.version if found else None) == version
 
 
-def test_a_pin_of_another_version_is_a_finding(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_a_pin_of_another_version_is_a_finding(package: Path, releases: Releases) -> None:
     tree = releases("6.0.0")
     Path("requirements.txt").write_text("transformers==6.0.0\n")
     assert rewrite("check", package, "--transformers", tree).code == 0
@@ -331,7 +319,7 @@ def test_a_rule_that_this_version_does_not_have_loses_its_places() -> None:
     assert "no such rule" in change.lost[0].why
 
 
-def test_the_main_command_takes_another_release(here: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_the_main_command_takes_another_release(here: Path, releases: Releases) -> None:
     wheel = releases.wheel("6.3.0")
     arguments = ("Tiny", "--out", "made", "--transformers", wheel, "--only", "fuse_qkv")
     refused = rewrite(*arguments)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 from kept_verdicts import keep
 
 from rewrite.package.lock import read_lock
@@ -24,9 +24,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_undo_restores_every_generated_file_and_keeps_the_edits_beside(
-    package: Path, rewrite: CommandLine, releases: Releases
-) -> None:
+def test_undo_restores_every_generated_file_and_keeps_the_edits_beside(package: Path, releases: Releases) -> None:
     assert rewrite("vendor", package).code == 0
     before = contents(package)
     assert "as it was generated" in rewrite("undo", package).out
@@ -50,7 +48,7 @@ def test_undo_restores_every_generated_file_and_keeps_the_edits_beside(
     assert rewrite("check", package, "--transformers", releases("6.0.0")).code == 0
 
 
-def test_undo_says_what_it_cannot_restore(package: Path, rewrite: CommandLine) -> None:
+def test_undo_says_what_it_cannot_restore(package: Path) -> None:
     (package / ".rewrite" / "texts.zip").write_text("mine")
     edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
     before = contents(package)
@@ -63,7 +61,7 @@ def single_quotes(text: str) -> str:
     return text.replace('"""', "<>").replace('"', "'").replace("<>", '"""')
 
 
-def test_eject_leaves_plain_files_that_still_import(here: Path, rewrite: CommandLine) -> None:
+def test_eject_leaves_plain_files_that_still_import(here: Path) -> None:
     assert rewrite("llama", "--out", "mine", "--no-verify", "--diff", "none", "--only", "fuse_qkv").code == 0
     edit(here / "mine" / "modeling_llama.py", "class LlamaMLP", "# mine\nclass LlamaMLP")
     (here / "mine").rename(here / "another")
@@ -84,7 +82,7 @@ def test_eject_leaves_plain_files_that_still_import(here: Path, rewrite: Command
     assert (refused.code, "has no rewrite.lock" in refused.err) == (2, True)
 
 
-def test_a_review_comment(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_a_review_comment(package: Path, releases: Releases) -> None:
     edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# ``` mine\nclass TinyLlamaMLP")
     text = rewrite("diff", package, "--format", "markdown").out
     for part in ("| made from | transformers 6.0.0, `models/tiny/modeling_tiny.py`", "| `fuse_qkv` | 1 | 0 |"):
@@ -99,7 +97,7 @@ def test_a_review_comment(package: Path, releases: Releases, rewrite: CommandLin
 
 
 @pytest.mark.parametrize(("passed", "word"), [(True, "passed, but out of date"), (False, "**failed**")])
-def test_the_verdict_in_a_comment(package: Path, rewrite: CommandLine, passed: bool, word: str) -> None:
+def test_the_verdict_in_a_comment(package: Path, passed: bool, word: str) -> None:
     figures = {"max": 1e-7, "bound": 2e-6}
     logits = Check("logits", "passed", figures=figures) if passed else Check("logits", "failed", "planted")
     keep(package, logits, Check("graphs", "not run", "no GPU"))
@@ -127,7 +125,7 @@ def test_a_comment_is_never_too_long_for_github(package: Path) -> None:
     assert "<code>B</code>" in text
 
 
-def test_the_formats_of_check(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_the_formats_of_check(package: Path, releases: Releases) -> None:
     tree = releases("6.1.0", DROPOUT)
     assert rewrite("vendor", package).code == 0
     with (package / "_runtime" / "linear" / "packing.py").open("a") as file:
@@ -156,7 +154,7 @@ def test_the_formats_of_check(package: Path, releases: Releases, rewrite: Comman
     assert {finding["kind"] for finding in listed} == {"edited-runtime", "transformers-moved"}
 
 
-def test_lines_are_found_in_an_edited_file(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_lines_are_found_in_an_edited_file(package: Path, releases: Releases) -> None:
     edit(package / "modeling_tiny.py", "class TinyLlamaConfig", "# mine\n# mine\nclass TinyLlamaConfig")
     line = (package / "modeling_tiny.py").read_text().split("\n").index("        self.attention_dropout = 0.0") + 1
     done = rewrite("check", package, "--transformers", releases("6.1.0", DROPOUT), "--format", "github")
@@ -175,7 +173,7 @@ def test_check_reads_and_nothing_else(package: Path, releases: Releases, tmp_pat
     assert contents(package) == before
 
 
-def test_what_is_not_what_the_lock_says(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+def test_what_is_not_what_the_lock_says(package: Path, releases: Releases) -> None:
     tree = releases("6.0.0")
     assert rewrite("check", package, "--transformers", tree, "--full").code == 0
     assert rewrite("vendor", package).code == 0

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import rewrite
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -147,7 +147,7 @@ def test_a_checkpoint_of_another_model_is_named(
         imported(encoder).selftest(str(tmp_path))
 
 
-def test_a_file_from_elsewhere_has_no_installed_original(tmp_path: Path, rewrite: CommandLine) -> None:
+def test_a_file_from_elsewhere_has_no_installed_original(tmp_path: Path) -> None:
     from .conftest import FIXTURE
 
     (tmp_path / "modeling_tiny.py").write_bytes(FIXTURE.read_bytes())

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from command_line import CommandLine
+from command_line import rewrite
 
 from .conftest import Releases, edit
 from .test_accept import MINE, Judge, judge  # noqa: F401  # a fixture
@@ -19,7 +19,6 @@ THEIRS = (ORIGINAL, "self.scaling = config.head_dim**-0.5")
 def test_edit_upgrade_conflict_resolve_accept_export_eject(
     package: Path,
     releases: Releases,
-    rewrite: CommandLine,
     judge: Judge,  # noqa: F811
 ) -> None:
     old, new = releases("6.0.0"), releases("6.1.0", THEIRS)

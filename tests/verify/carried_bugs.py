@@ -5,6 +5,8 @@ RecurrentGemma keeps them on its modules, RWKV hands them on and writes into the
 
 from __future__ import annotations
 
+from functools import partial
+
 from .generation_bugs import AGAIN, CONTINUED, ENDED, ONE, PADDED, bug
 
 LOADED = "        self._take(values)\n\n    def advance"
@@ -23,75 +25,37 @@ STALE = "        self._take(self.__dict__.setdefault('_first', [v.clone() for v 
 FIRST_ROW = "                buffer.copy_(value[:1].expand_as(value))"
 OUTLIVES = "if graph.carried.always_outlive or ("
 
+recurrent_gemma, rwkv = (partial(bug, model) for model in ("recurrent_gemma", "rwkv"))
+
 KEPT = (
-    bug("recurrent_gemma", "a state of the prompt before", AGAIN, "loop", old=LOADED, new=STALE),
-    bug(
-        "recurrent_gemma",
-        "a state shared by rows",
-        PADDED,
-        "loop",
-        old=COPIED,
-        new=f"            if move:\n{FIRST_ROW}",
-    ),
-    bug(
-        "recurrent_gemma",
-        "a state in 16 bits",
-        ONE,
-        "loop",
-        old=COPIED,
-        new=COPIED.replace("(value)", "(value.bfloat16())"),
-    ),
-    bug("recurrent_gemma", "a state one step late", ONE, "loop", old=TAKEN, new=LATE),
-    bug(
-        "recurrent_gemma",
-        "a state that stays as after the prompt",
-        ONE,
-        "loop",
-        old=TAKEN,
-        new="self._give(self.buffers)",
-    ),
-    bug("recurrent_gemma", "a state that the proof moved on", ONE, "loop", old=RESTORED, new="            pass"),
-    bug(
-        "recurrent_gemma", "states after the overshoot", ENDED, "loop", old=OUTLIVES, new="if not graph.carried and ("
-    ),
-    bug(
-        "recurrent_gemma",
+    recurrent_gemma("a state of the prompt before", AGAIN, "loop", LOADED, STALE),
+    recurrent_gemma("a state shared by rows", PADDED, "loop", COPIED, f"            if move:\n{FIRST_ROW}"),
+    recurrent_gemma("a state in 16 bits", ONE, "loop", COPIED, COPIED.replace("(value)", "(value.bfloat16())")),
+    recurrent_gemma("a state one step late", ONE, "loop", TAKEN, LATE),
+    recurrent_gemma("a state that stays as after the prompt", ONE, "loop", TAKEN, "self._give(self.buffers)"),
+    recurrent_gemma("a state that the proof moved on", ONE, "loop", RESTORED, "            pass"),
+    recurrent_gemma("states after the overshoot", ENDED, "loop", OUTLIVES, "if not graph.carried and ("),
+    recurrent_gemma(
         "a state that is not left to the next call",
         CONTINUED,
         "loop",
-        old="setattr(_alive(module), name, buffer.clone())",
-        new="setattr(_alive(module), name, torch.zeros_like(buffer))",
+        "setattr(_alive(module), name, buffer.clone())",
+        "setattr(_alive(module), name, torch.zeros_like(buffer))",
     ),
 )
 
 HANDED = (
-    bug("rwkv", "a state of the prompt before", AGAIN, "loop", old=LOADED, new=STALE),
-    bug("rwkv", "a state shared by rows", PADDED, "loop", old=COPIED, new=f"            if move:\n{FIRST_ROW}"),
-    bug("rwkv", "a state in 16 bits", ONE, "loop", old=COPIED, new=COPIED.replace("(value)", "(value.bfloat16())")),
-    bug(
-        "rwkv",
-        "a state one step late",
-        ONE,
-        "loop",
-        old=TAKEN,
-        new=LATE,
-        also=(("_runtime/decode", GIVEN, NOT_GIVEN),),
-    ),
-    bug(
-        "rwkv",
+    rwkv("a state of the prompt before", AGAIN, "loop", LOADED, STALE),
+    rwkv("a state shared by rows", PADDED, "loop", COPIED, f"            if move:\n{FIRST_ROW}"),
+    rwkv("a state in 16 bits", ONE, "loop", COPIED, COPIED.replace("(value)", "(value.bfloat16())")),
+    rwkv("a state one step late", ONE, "loop", TAKEN, LATE, also=(("_runtime", GIVEN, NOT_GIVEN),)),
+    rwkv(
         "a state that stays as after the prompt",
         ONE,
         "loop",
-        old=GIVEN,
-        new=NOT_GIVEN,
-        also=(("_runtime/decode", TAKEN, "self._give(self.buffers)"),),
+        GIVEN,
+        NOT_GIVEN,
+        also=(("_runtime", TAKEN, "self._give(self.buffers)"),),
     ),
-    bug(
-        "rwkv",
-        "states of the prompt handed back",
-        ONE,
-        "loop",
-        old="tensor.copy_(buffer) if same",
-        new="tensor if same",
-    ),
+    rwkv("states of the prompt handed back", ONE, "loop", "tensor.copy_(buffer) if same", "tensor if same"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from rewrite.verify import Options
@@ -27,155 +28,118 @@ GROUPS = "config.num_attention_heads // config.num_key_value_heads"
 RMS_NORM = "rms_norm(hidden_states, self.weight, self.variance_epsilon)"
 EMBEDDING = "nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)"
 
+llama, qwen3_moe, gemma2, bert, t5, qwen3_next = (
+    partial(Bug, model) for model in ("llama", "qwen3_moe", "gemma2", "bert", "t5", "qwen3_next")
+)
+
 CONFIGURED = (
-    Bug("llama", "theta hard-coded", THETA, "base = 10000.0"),
-    Bug("llama", "rope type ignored", ROPE_TYPE, "False"),
-    Bug("llama", "every rope type linear", "ROPE_INIT_FUNCTIONS[self.rope_type]", 'ROPE_INIT_FUNCTIONS["linear"]'),
-    Bug("llama", "scale of the rotation dropped", "emb.cos() * self.attention_scaling", "emb.cos()"),
-    Bug("llama", "frequencies never updated", "@dynamic_rope_update", "@(lambda forward: forward)"),
-    Bug("llama", "eps hard-coded", RMS_NORM, "rms_norm(hidden_states, self.weight, 1e-3)"),
-    Bug(
-        "llama",
-        "eps at least 1e-3",
-        RMS_NORM,
-        "rms_norm(hidden_states, self.weight, max(self.variance_epsilon, 1e-3))",
-    ),
-    Bug(
-        "llama", "eps at most 1e-3", RMS_NORM, "rms_norm(hidden_states, self.weight, min(self.variance_epsilon, 1e-3))"
-    ),
-    Bug("llama", "activation hard-coded", ACT_FN, 'ACT2FN["silu"]'),
-    Bug("llama", "tanh form of gelu dropped", ACT_FN, 'ACT2FN[config.hidden_act.removesuffix("_pytorch_tanh")]'),
-    Bug("llama", "dropout dropped", DROPOUT, "dropout=0.0"),
-    Bug("llama", "dropout in inference", DROPOUT, "dropout=self.attention_dropout"),
-    Bug("llama", "dropout of one tenth", "self.attention_dropout = config", "self.attention_dropout = 0.0 * config"),
-    Bug("llama", "two heads a group", GROUPS, "2"),
-    Bug("llama", "at least two heads a group", GROUPS, f"max(2, {GROUPS})"),
-    Bug("llama", "padding row trained", EMBEDDING, "nn.Embedding(config.vocab_size, config.hidden_size)"),
-    Bug("llama", "cache against the configuration", "if use_cache and past", "if past"),
-    Bug("llama", "two layers", "[: self.config.num_hidden_layers]", "[:2]"),
-    Bug("llama", "activation of the decode step", "self.up_proj), self.act_fn", 'self.up_proj), ACT2FN["silu"]'),
-    Bug(
-        "llama",
+    llama("theta hard-coded", THETA, "base = 10000.0"),
+    llama("rope type ignored", ROPE_TYPE, "False"),
+    llama("every rope type linear", "ROPE_INIT_FUNCTIONS[self.rope_type]", 'ROPE_INIT_FUNCTIONS["linear"]'),
+    llama("scale of the rotation dropped", "emb.cos() * self.attention_scaling", "emb.cos()"),
+    llama("frequencies never updated", "@dynamic_rope_update", "@(lambda forward: forward)"),
+    llama("eps hard-coded", RMS_NORM, "rms_norm(hidden_states, self.weight, 1e-3)"),
+    llama("eps at least 1e-3", RMS_NORM, "rms_norm(hidden_states, self.weight, max(self.variance_epsilon, 1e-3))"),
+    llama("eps at most 1e-3", RMS_NORM, "rms_norm(hidden_states, self.weight, min(self.variance_epsilon, 1e-3))"),
+    llama("activation hard-coded", ACT_FN, 'ACT2FN["silu"]'),
+    llama("tanh form of gelu dropped", ACT_FN, 'ACT2FN[config.hidden_act.removesuffix("_pytorch_tanh")]'),
+    llama("dropout dropped", DROPOUT, "dropout=0.0"),
+    llama("dropout in inference", DROPOUT, "dropout=self.attention_dropout"),
+    llama("dropout of one tenth", "self.attention_dropout = config", "self.attention_dropout = 0.0 * config"),
+    llama("two heads a group", GROUPS, "2"),
+    llama("at least two heads a group", GROUPS, f"max(2, {GROUPS})"),
+    llama("padding row trained", EMBEDDING, "nn.Embedding(config.vocab_size, config.hidden_size)"),
+    llama("cache against the configuration", "if use_cache and past", "if past"),
+    llama("two layers", "[: self.config.num_hidden_layers]", "[:2]"),
+    llama("activation of the decode step", "self.up_proj), self.act_fn", 'self.up_proj), ACT2FN["silu"]'),
+    llama(
         "gradient of biases dropped",
         "reason, projections[0])\n    return tuple(projection(input) for projection in projections)",
         "reason, projections[0])\n    return tuple(\n"
         "        projection(input) if getattr(projection, 'bias', None) is None\n"
         "        else F.linear(input, projection.weight, projection.bias.detach())\n"
         "        for projection in projections\n    )",
-        file="_runtime/products",
+        file="_runtime",
     ),
-    Bug(
-        "llama",
+    llama(
         "no scaling where nothing is grouped",
         "groups = getattr(module",
         'scaling = 1.0 if getattr(module, "num_key_value_groups", 1) == 1 else scaling\n    groups = getattr(module',
-        file="_runtime/attention",
+        file="_runtime",
     ),
-    Bug(
-        "llama",
+    llama(
         "key heads of two",
         "groups = getattr(module",
         "key = key.roll(1, 1) if key.shape[1] > 2 else key\n    groups = getattr(module",
-        file="_runtime/attention",
+        file="_runtime",
     ),
-    Bug("qwen3_moe", "theta hard-coded", THETA, "base = 10000.0"),
-    Bug("qwen3_moe", "sparse step ignored", "(layer_idx + 1) % config.decoder_sparse_step == 0", "True"),
-    Bug("qwen3_moe", "dense layers ignored", "(layer_idx not in config.mlp_only_layers)", "True"),
-    Bug(
-        "qwen3_moe",
-        "loss coefficient",
-        "router_aux_loss_coef = config.router_aux_loss_coef",
-        "router_aux_loss_coef = 1e-3",
-    ),
-    Bug(
-        "qwen3_moe",
-        "experts of the loss",
-        "num_experts_per_tok = config.num_experts_per_tok",
-        "num_experts_per_tok = 2",
-    ),
-    Bug("qwen3_moe", "logits of the router never given", "else self.config.output_router_logits", "else False"),
-    Bug("qwen3_moe", "window ignored", "self.config.sliding_window is None", "True"),
-    Bug(
-        "qwen3_moe",
+    qwen3_moe("theta hard-coded", THETA, "base = 10000.0"),
+    qwen3_moe("sparse step ignored", "(layer_idx + 1) % config.decoder_sparse_step == 0", "True"),
+    qwen3_moe("dense layers ignored", "(layer_idx not in config.mlp_only_layers)", "True"),
+    qwen3_moe("loss coefficient", "router_aux_loss_coef = config.router_aux_loss_coef", "router_aux_loss_coef = 1e-3"),
+    qwen3_moe("experts of the loss", "num_experts_per_tok = config.num_experts_per_tok", "num_experts_per_tok = 2"),
+    qwen3_moe("logits of the router never given", "else self.config.output_router_logits", "else False"),
+    qwen3_moe("window ignored", "self.config.sliding_window is None", "True"),
+    qwen3_moe(
         "eps of the query norm",
         "self.q_norm = Qwen3MoeRMSNorm(self.head_dim, eps=config.rms_norm_eps)",
         "self.q_norm = Qwen3MoeRMSNorm(self.head_dim, eps=1e-3)",
     ),
-    Bug("qwen3_moe", "activation hard-coded", ACT_FN, 'ACT2FN["silu"]', count=2),
-    Bug("qwen3_moe", "choices normalised in the step", "normalize=self.norm_topk_prob", "normalize=False"),
-    Bug("gemma2", "embedding scale hard-coded", "self.config.hidden_size**0.5", "8.0"),
-    Bug("gemma2", "final cap expected", "self.config.final_logit_softcapping is not None", "True"),
-    Bug("gemma2", "final cap hard-coded", "logits / self.config.final_logit_softcapping", "logits / 5.0"),
-    Bug("gemma2", "attention cap hard-coded", "= self.config.attn_logit_softcapping", "= 5.0"),
-    Bug(
-        "gemma2",
+    qwen3_moe("activation hard-coded", ACT_FN, 'ACT2FN["silu"]', count=2),
+    qwen3_moe("choices normalised in the step", "normalize=self.norm_topk_prob", "normalize=False"),
+    gemma2("embedding scale hard-coded", "self.config.hidden_size**0.5", "8.0"),
+    gemma2("final cap expected", "self.config.final_logit_softcapping is not None", "True"),
+    gemma2("final cap hard-coded", "logits / self.config.final_logit_softcapping", "logits / 5.0"),
+    gemma2("attention cap hard-coded", "= self.config.attn_logit_softcapping", "= 5.0"),
+    gemma2(
         "attention cap where there is none",
         "= self.config.attn_logit_softcapping",
         "= self.config.attn_logit_softcapping or 50.0",
     ),
-    Bug(
-        "gemma2",
+    gemma2(
         "kinds of layers in turn",
         "causal_mask_mapping[self.config.layer_types[i]]",
         'causal_mask_mapping[("sliding_attention", "full_attention")[i % 2]]',
     ),
-    Bug("gemma2", "window of the decode step", "config.sliding_window if self", "8 if self"),
-    Bug("gemma2", "activation hard-coded", "ACT2FN[config.hidden_activation]", 'ACT2FN["gelu_pytorch_tanh"]'),
-    Bug("gemma2", "scale hard-coded", "config.query_pre_attn_scalar**-0.5", "24**-0.5"),
-    Bug("gemma2", "dropout dropped", "dropout=self.attention_dropout if self.training else 0.0", "dropout=0.0"),
-    Bug("gemma2", "theta hard-coded", THETA, "base = 10000.0"),
-    Bug("bert", "activation hard-coded", ACT_FN, 'ACT2FN["gelu"]', count=2),
-    Bug(
-        "bert", "attention dropout of one tenth", "nn.Dropout(config.attention_probs_dropout_prob)", "nn.Dropout(0.1)"
-    ),
-    Bug("bert", "hidden dropout of one tenth", "nn.Dropout(config.hidden_dropout_prob)", "nn.Dropout(0.1)"),
-    Bug("bert", "eps hard-coded", "eps=config.layer_norm_eps", "eps=1e-3"),
-    Bug("bert", "always causal", "is_causal=config.is_decoder", "is_causal=True"),
-    Bug("bert", "first token is padding", "padding_idx=config.pad_token_id", "padding_idx=0"),
-    Bug("bert", "two types of tokens", "nn.Embedding(config.type_vocab_size", "nn.Embedding(2"),
-    Bug(
-        "bert",
+    gemma2("window of the decode step", "config.sliding_window if self", "8 if self"),
+    gemma2("activation hard-coded", "ACT2FN[config.hidden_activation]", 'ACT2FN["gelu_pytorch_tanh"]'),
+    gemma2("scale hard-coded", "config.query_pre_attn_scalar**-0.5", "24**-0.5"),
+    gemma2("dropout dropped", "dropout=self.attention_dropout if self.training else 0.0", "dropout=0.0"),
+    gemma2("theta hard-coded", THETA, "base = 10000.0"),
+    bert("activation hard-coded", ACT_FN, 'ACT2FN["gelu"]', count=2),
+    bert("attention dropout of one tenth", "nn.Dropout(config.attention_probs_dropout_prob)", "nn.Dropout(0.1)"),
+    bert("hidden dropout of one tenth", "nn.Dropout(config.hidden_dropout_prob)", "nn.Dropout(0.1)"),
+    bert("eps hard-coded", "eps=config.layer_norm_eps", "eps=1e-3"),
+    bert("always causal", "is_causal=config.is_decoder", "is_causal=True"),
+    bert("first token is padding", "padding_idx=config.pad_token_id", "padding_idx=0"),
+    bert("two types of tokens", "nn.Embedding(config.type_vocab_size", "nn.Embedding(2"),
+    bert(
         "no cross-attention",
         "self.add_cross_attention = config.add_cross_attention",
         "self.add_cross_attention = False",
     ),
-    Bug("t5", "eps hard-coded", "variance + self.variance_epsilon", "variance + 1e-3"),
-    Bug("t5", "never gated", "if config.is_gated_act:", "if False:"),
-    Bug(
-        "t5",
-        "gate of relu",
-        "gated_activation(wi_0, hidden_linear, self.act)",
-        "nn.functional.relu(wi_0) * hidden_linear",
+    t5("eps hard-coded", "variance + self.variance_epsilon", "variance + 1e-3"),
+    t5("never gated", "if config.is_gated_act:", "if False:"),
+    t5("gate of relu", "gated_activation(wi_0, hidden_linear, self.act)", "nn.functional.relu(wi_0) * hidden_linear"),
+    t5("activation hard-coded", "ACT2FN[config.dense_act_fn]", 'ACT2FN["relu"]', count=2),
+    t5("distance hard-coded", "= config.relative_attention_max_distance", "= 128"),
+    t5("buckets hard-coded", "num_buckets=self.relative_attention_num_buckets", "num_buckets=32"),
+    t5("attention dropout of one tenth", "self.dropout = config.dropout_rate", "self.dropout = 0.1"),
+    t5("factor of the initial weights", "factor = self.config.initializer_factor", "factor = 1.0"),
+    t5("scale of the decoder", "if self.config.scale_decoder_outputs:", "if True:"),
+    qwen3_next("rotated share hard-coded", '.get("partial_rotary_factor", 1.0)', '.get("a share", 0.25)'),
+    qwen3_next("activation of the convolution", "self.activation = config.hidden_act", 'self.activation = "silu"'),
+    qwen3_next(
+        "eps of the gated norm", "self.layer_norm_epsilon = config.rms_norm_eps", "self.layer_norm_epsilon = 1e-3"
     ),
-    Bug("t5", "activation hard-coded", "ACT2FN[config.dense_act_fn]", 'ACT2FN["relu"]', count=2),
-    Bug("t5", "distance hard-coded", "= config.relative_attention_max_distance", "= 128"),
-    Bug("t5", "buckets hard-coded", "num_buckets=self.relative_attention_num_buckets", "num_buckets=32"),
-    Bug("t5", "attention dropout of one tenth", "self.dropout = config.dropout_rate", "self.dropout = 0.1"),
-    Bug("t5", "factor of the initial weights", "factor = self.config.initializer_factor", "factor = 1.0"),
-    Bug("t5", "scale of the decoder", "if self.config.scale_decoder_outputs:", "if True:"),
-    Bug("qwen3_next", "rotated share hard-coded", '.get("partial_rotary_factor", 1.0)', '.get("a share", 0.25)'),
-    Bug(
-        "qwen3_next",
-        "activation of the convolution",
-        "self.activation = config.hidden_act",
-        'self.activation = "silu"',
-    ),
-    Bug(
-        "qwen3_next",
-        "eps of the gated norm",
-        "self.layer_norm_epsilon = config.rms_norm_eps",
-        "self.layer_norm_epsilon = 1e-3",
-    ),
-    Bug("qwen3_next", "sparse step ignored", "(layer_idx + 1) % config.decoder_sparse_step == 0", "True"),
-    Bug("qwen3_next", "dense layers ignored", "(layer_idx not in config.mlp_only_layers)", "True"),
-    Bug(
-        "qwen3_next",
+    qwen3_next("sparse step ignored", "(layer_idx + 1) % config.decoder_sparse_step == 0", "True"),
+    qwen3_next("dense layers ignored", "(layer_idx not in config.mlp_only_layers)", "True"),
+    qwen3_next(
         "range of the initial experts",
         "init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)",
         "init.normal_(module.down_proj, mean=0.0, std=0.02)",
     ),
-    Bug(
-        "qwen3_next",
+    qwen3_next(
         "linear layers first",
         "self.block_type = config.layer_types[layer_idx]",
         'self.block_type = ("linear_attention", "full_attention")[layer_idx % 2]',

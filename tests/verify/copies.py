@@ -69,7 +69,7 @@ def plant(package: Path, name: str, old: str, new: str, count: int = 1) -> None:
 
     Args:
         package: one whose own runtime has the bug, if `name` is of `_runtime`: its files are put beside it first.
-        name: a file, or a room of the runtime: then it is the one file there that has `old`.
+        name: a file, or `_runtime`: then it is the one file there that has `old`.
         old: what is replaced.
         new: what takes its place.
         count: how often.
@@ -78,7 +78,7 @@ def plant(package: Path, name: str, old: str, new: str, count: int = 1) -> None:
         with_runtime(package)
     place = package / name
     files = (
-        [file for file in sorted(place.glob("*.py")) if old in file.read_text("utf-8")] if place.is_dir() else [place]
+        [file for file in sorted(place.rglob("*.py")) if old in file.read_text("utf-8")] if place.is_dir() else [place]
     )
     assert len(files) == 1, f"{old!r} is in {[file.name for file in files]} of {name}"
     files[0].write_text(planted(files[0].read_text("utf-8"), old, new, count), "utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,16 @@ CLASSES = {
     "minimax_m3_vl": "MiniMaxM3VLForCausalLM",
 }
 FILES = {
-    "states": "_runtime/cache",
-    "layers": "_runtime/cache",
-    "cache": "_runtime/cache",
-    "inputs": "_runtime/decode",
-    "graph": "_runtime/decode",
-    "loop": "_runtime/decode",
-    "fitness": "_runtime/decode",
-    "sampling": "_runtime/decode",
-    "latents": "_runtime/attention",
-    "segments": "_runtime/attention",
+    "states": "_runtime",
+    "layers": "_runtime",
+    "cache": "_runtime",
+    "inputs": "_runtime",
+    "graph": "_runtime",
+    "loop": "_runtime",
+    "fitness": "_runtime",
+    "sampling": "_runtime",
+    "latents": "_runtime",
+    "segments": "_runtime",
 }
 ONE, PADDED, DRAWS, AGAIN, CONTINUED, ENDED, STREAMED, BEGUN, IMAGES = (
     "a row", "rows with padding, one ends", "draws", "calls one after another", "a cache that came back",
@@ -73,7 +74,7 @@ ONE, PADDED, DRAWS, AGAIN, CONTINUED, ENDED, STREAMED, BEGUN, IMAGES = (
 BY_HAND = "step by step, one row without a mask"
 
 
-def bug(model: str, name: str, check: str, file: str, *, old: str, new: str, **more: Any) -> LoopBug:
+def bug(model: str, name: str, check: str, file: str, old: str, new: str, **more: Any) -> LoopBug:
     more |= {"file": FILES.get(file, file or None), "model_class": CLASSES[model], "check": check}
     return LoopBug(model, name, old, new, "generation", **more)
 
@@ -110,170 +111,101 @@ ENDS_AT_ONCE = "            chunk, ahead = 1, 1  # states cannot go back to the 
 STATE_COPIES = "states.copy(mine, theirs)"
 STATE_INIT = "super().lazy_initialization(*args, **kwargs)"
 
+lfm2, mamba2, falcon_h1 = (partial(bug, model) for model in ("lfm2", "mamba2", "falcon_h1"))
+
 STATES = (
-    bug("lfm2", "states not reset between calls", AGAIN, "cache", old="states.forget(layer)", new="pass", also=FLAG),
-    bug("mamba2", "states not reset between calls", AGAIN, "cache", old="states.forget(layer)", new="pass", also=FLAG),
-    bug("lfm2", "states not restored after the proof", ONE, "states", old=RESTORED, new="pass"),
-    bug(
-        "mamba2",
-        "only the first state restored",
-        ONE,
-        "states",
-        old=RESTORED,
-        new="torch._foreach_copy_(written[:1], copies[:1])",
-    ),
-    bug(
-        "mamba2",
+    lfm2("states not reset between calls", AGAIN, "cache", "states.forget(layer)", "pass", also=FLAG),
+    mamba2("states not reset between calls", AGAIN, "cache", "states.forget(layer)", "pass", also=FLAG),
+    lfm2("states not restored after the proof", ONE, "states", RESTORED, "pass"),
+    mamba2("only the first state restored", ONE, "states", RESTORED, "torch._foreach_copy_(written[:1], copies[:1])"),
+    mamba2(
         "recurrent state not continued",
         CONTINUED,
         "states",
-        old="    for kind in _KINDS:\n        into =",
-        new="    for kind in _KINDS[:1]:\n        into =",
+        "    for kind in _KINDS:\n        into =",
+        "    for kind in _KINDS[:1]:\n        into =",
     ),
-    bug(
-        "falcon_h1",
+    falcon_h1(
         "convolution not continued",
         CONTINUED,
         "states",
-        old="    for kind in _KINDS:\n        into =",
-        new="    for kind in _KINDS[1:]:\n        into =",
+        "    for kind in _KINDS:\n        into =",
+        "    for kind in _KINDS[1:]:\n        into =",
     ),
-    bug(
-        "mamba2",
-        "states rounded as they are handed over",
-        ONE,
-        "states",
-        old=COPIED,
-        new="into[index].copy_(state.bfloat16())",
-    ),
-    bug(
-        "lfm2",
-        "a state handed over that a later call writes",
-        CONTINUED,
-        "states",
-        old=COPIED,
-        new="into[index] = state",
-    ),
-    bug(
-        "lfm2",
-        "the first row's state in all rows",
-        CONTINUED,
-        "states",
-        old=COPIED,
-        new="into[index].copy_(state[:1])",
-    ),
-    bug(
-        "mamba2", "rows of a state exchanged", CONTINUED, "states", old=COPIED, new="into[index].copy_(state.flip(0))"
-    ),
-    bug(
-        "lfm2",
-        "convolution window off by one",
-        CONTINUED,
-        "states",
-        old=COPIED,
-        new="into[index].copy_(state.roll(1, -1))",
-    ),
-    bug(
-        "lfm2",
+    mamba2("states rounded as they are handed over", ONE, "states", COPIED, "into[index].copy_(state.bfloat16())"),
+    lfm2("a state handed over that a later call writes", CONTINUED, "states", COPIED, "into[index] = state"),
+    lfm2("the first row's state in all rows", CONTINUED, "states", COPIED, "into[index].copy_(state[:1])"),
+    mamba2("rows of a state exchanged", CONTINUED, "states", COPIED, "into[index].copy_(state.flip(0))"),
+    lfm2("convolution window off by one", CONTINUED, "states", COPIED, "into[index].copy_(state.roll(1, -1))"),
+    lfm2(
         "a continued state taken for a first one",
         CONTINUED,
         "states",
-        old="    target.has_previous_state = dict(source.has_previous_state)\n",
-        new="",
+        "    target.has_previous_state = dict(source.has_previous_state)\n",
+        "",
     ),
-    bug("lfm2", "states after the overshoot, a chunk", ENDED, "loop", old=ENDS_AT_ONCE, new="            pass\n"),
-    bug("mamba2", "states after the overshoot, a chunk", ENDED, "loop", old=ENDS_AT_ONCE, new="            pass\n"),
-    bug(
-        "mamba2",
-        "states after the overshoot, one step",
-        ENDED,
-        "loop",
-        old="chunk, ahead = 1, 1",
-        new="chunk, ahead = 1, 2",
-    ),
-    bug(
-        "falcon_h1", "states after the overshoot", ENDED, "loop", old="chunk, ahead = 1, 1", new="chunk, ahead = 2, 1"
-    ),
-    bug(
-        "mamba2",
-        "states not handed back",
-        CONTINUED,
-        "cache",
-        old=STATE_COPIES,
-        new="pass",
-    ),
-    bug(
-        "falcon_h1",
+    lfm2("states after the overshoot, a chunk", ENDED, "loop", ENDS_AT_ONCE, "            pass\n"),
+    mamba2("states after the overshoot, a chunk", ENDED, "loop", ENDS_AT_ONCE, "            pass\n"),
+    mamba2("states after the overshoot, one step", ENDED, "loop", "chunk, ahead = 1, 1", "chunk, ahead = 1, 2"),
+    falcon_h1("states after the overshoot", ENDED, "loop", "chunk, ahead = 1, 1", "chunk, ahead = 2, 1"),
+    mamba2("states not handed back", CONTINUED, "cache", STATE_COPIES, "pass"),
+    falcon_h1(
         "states not taken over",
         CONTINUED,
         "cache",
-        old="states.copy(theirs, mine)\n\n    def store",
-        new="pass\n\n    def store",
+        "states.copy(theirs, mine)\n\n    def store",
+        "pass\n\n    def store",
     ),
-    bug(
-        "mamba2",
+    mamba2(
         "recurrent state in 16 bits",
         ONE,
         "layers",
-        old=STATE_INIT,
-        new="super().lazy_initialization(*args, **{n: v.bfloat16() if hasattr(v, 'bfloat16') else v"
+        STATE_INIT,
+        "super().lazy_initialization(*args, **{n: v.bfloat16() if hasattr(v, 'bfloat16') else v"
         " for n, v in kwargs.items()})",
     ),
-    bug(
-        "lfm2",
+    lfm2(
         "convolution in 16 bits",
         ONE,
         "layers",
-        old=STATE_INIT,
-        new="super().lazy_initialization(*args, **{n: v.bfloat16() if hasattr(v, 'bfloat16') else v"
+        STATE_INIT,
+        "super().lazy_initialization(*args, **{n: v.bfloat16() if hasattr(v, 'bfloat16') else v"
         " for n, v in kwargs.items()})",
     ),
-    bug(
-        "lfm2",
+    lfm2(
         "a wider convolution window",
         ONE,
         "layers",
-        old=STATE_INIT,
-        new="super().lazy_initialization(*args, **kwargs | {'conv_kernel_size': 4})",
+        STATE_INIT,
+        "super().lazy_initialization(*args, **kwargs | {'conv_kernel_size': 4})",
     ),
-    bug(
-        "falcon_h1",
+    falcon_h1(
         "keys behind their place",
         ONE,
         "layers",
-        old="key_states, value_states, self.cache.slots)",
-        new="key_states, value_states, self.cache.position - 1)",
+        "key_states, value_states, self.cache.slots)",
+        "key_states, value_states, self.cache.position - 1)",
     ),
-    bug(
-        "lfm2",
+    lfm2(
         "a step that leaves its state behind",
         ONE,
         "",
-        old="conv_state.copy_(hidden_states_new[:, :, -state_len:])",
-        new="pass",
+        "conv_state.copy_(hidden_states_new[:, :, -state_len:])",
+        "pass",
     ),
-    bug(
-        "lfm2",
+    lfm2(
         "a step with a window off by one",
         ONE,
         "",
-        old="conv_state.copy_(hidden_states_new[:, :, -state_len:])",
-        new="conv_state.copy_(hidden_states_new[:, :, -state_len - 1 : -1])",
+        "conv_state.copy_(hidden_states_new[:, :, -state_len:])",
+        "conv_state.copy_(hidden_states_new[:, :, -state_len - 1 : -1])",
     ),
-    bug(
-        "mamba2",
-        "a step that leaves its state behind",
-        ONE,
-        "",
-        old="state.copy_(ssm_states.to(state.dtype))",
-        new="pass",
-    ),
-    bug(
-        "mamba2",
+    mamba2("a step that leaves its state behind", ONE, "", "state.copy_(ssm_states.to(state.dtype))", "pass"),
+    mamba2(
         "decay in 16 bits",
         ONE,
         "",
-        old="dA = torch.exp(dt.float() * A.float())",
-        new="dA = torch.exp(dt.bfloat16() * A.bfloat16())",
+        "dA = torch.exp(dt.float() * A.float())",
+        "dA = torch.exp(dt.bfloat16() * A.bfloat16())",
     ),
 )

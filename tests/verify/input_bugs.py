@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from .generation_bugs import AGAIN, BEGUN, CONTINUED, DRAWS, ENDED, IMAGES, ONE, PADDED, STREAMED, bug
 
 INPUT = "_runtime/decode/step_inputs.py"
@@ -11,274 +13,204 @@ GIVEN = "given = {self.tokens: tokens} | ({self.mask: mask} if self.mask else {}
 FORWARD = "outputs = self.model(**self._step_arguments(), return_dict=True)"
 CROSS_STORED = "            given.cross_attention_cache.layers = _own(self._cross).layers\n"
 
+lfm2, t5, llava, bart, qwen2_5_vl, paligemma = (
+    partial(bug, model) for model in ("lfm2", "t5", "llava", "bart", "qwen2_5_vl", "paligemma")
+)
+
 KEYS = (
-    bug(
-        "lfm2",
+    lfm2(
         "a token short",
         ONE,
         "loop",
-        old="graph.cache.store(self._dynamic, start + count - 1,",
-        new="graph.cache.store(self._dynamic, start + count - 2,",
+        "graph.cache.store(self._dynamic, start + count - 1,",
+        "graph.cache.store(self._dynamic, start + count - 2,",
     ),
-    bug(
-        "t5",
+    t5(
         "a token too many",
         ONE,
         "loop",
-        old="graph.cache.store(self._dynamic, start + count - 1,",
-        new="graph.cache.store(self._dynamic, start + count,",
+        "graph.cache.store(self._dynamic, start + count - 1,",
+        "graph.cache.store(self._dynamic, start + count,",
     ),
-    bug(
-        "llava",
+    llava(
         "keys for values when continued",
         CONTINUED,
         "_runtime/cache/layers.py",
-        old="= other.values[:, :, : length - start]",
-        new="= other.keys[:, :, : length - start]",
+        "= other.values[:, :, : length - start]",
+        "= other.keys[:, :, : length - start]",
     ),
-    bug("bart", "not continued", CONTINUED, "loop", old="graph.cache.load(self._dynamic)", new="pass"),
-    bug(
-        "lfm2",
+    bart("not continued", CONTINUED, "loop", "graph.cache.load(self._dynamic)", "pass"),
+    lfm2(
         "continued one token early",
         CONTINUED,
         "_runtime/cache/layers.py",
-        old="self.rewind(length)",
-        new="self.rewind(max(length - 1, 0))",
+        "self.rewind(length)",
+        "self.rewind(max(length - 1, 0))",
     ),
-    bug(
-        "bart",
+    bart(
         "no cache comes back",
         CONTINUED,
         "fitness",
-        old="    if call.config.return_dict_in_generate:\n        return True\n",
-        new="    if call.config.return_dict_in_generate:\n        return False\n",
+        "    if call.config.return_dict_in_generate:\n        return True\n",
+        "    if call.config.return_dict_in_generate:\n        return False\n",
     ),
-    bug(
-        "lfm2",
+    lfm2(
         "mask without the padding",
         PADDED,
         "graph",
-        old="self.attention_mask[:, : attention_mask.shape[1]] = attention_mask",
-        new="pass",
+        "self.attention_mask[:, : attention_mask.shape[1]] = attention_mask",
+        "pass",
     ),
-    bug(
-        "lfm2",
-        "position of the first token wrong",
-        ONE,
-        "loop",
-        old="return given[:, -1:] + 1",
-        new="return given[:, -1:]",
-    ),
-    bug(
-        "lfm2",
-        "slot of the call before",
-        AGAIN,
-        "graph",
-        old="self.state.position.fill_(self.cache.length)",
-        new="pass",
-    ),
-    bug(
-        "bart",
+    lfm2("position of the first token wrong", ONE, "loop", "return given[:, -1:] + 1", "return given[:, -1:]"),
+    lfm2("slot of the call before", AGAIN, "graph", "self.state.position.fill_(self.cache.length)", "pass"),
+    bart(
         "as from a model without an encoder",
         ONE,
         "loop",
-        old="encodes = self._model.config.is_encoder_decoder",
-        new="encodes = False",
+        "encodes = self._model.config.is_encoder_decoder",
+        "encodes = False",
     ),
-    bug(
-        "t5",
+    t5(
         "random numbers drawn beyond the end",
         ENDED,
         "loop",
-        old="self._random.restore(self._marks[self.reader.count - 1])",
-        new="self._random.restore(self._marks[-1])",
+        "self._random.restore(self._marks[self.reader.count - 1])",
+        "self._random.restore(self._marks[-1])",
     ),
-    bug(
-        "qwen2_5_vl",
+    qwen2_5_vl(
         "scores are logits",
         DRAWS,
         "loop",
-        old="self._scores.append(scores.clone())",
-        new="self._scores.append((logits if self._scores else scores).clone())",
+        "self._scores.append(scores.clone())",
+        "self._scores.append((logits if self._scores else scores).clone())",
     ),
 )
 
 INPUTS = (
-    bug(
-        "paligemma",
+    paligemma(
         "a cleared cache taken for a written one",
         IMAGES,
         "cache",
-        old="return self.stepping or self.length > 0",
-        new="return bool(self.buffers)",
+        "return self.stepping or self.length > 0",
+        "return bool(self.buffers)",
     ),
-    bug("qwen2_5_vl", "position not advanced", ONE, "inputs", old="tensor.add_(1)", new="tensor.add_(0)"),
-    bug("qwen2_5_vl", "position advanced twice", ONE, "inputs", old="tensor.add_(1)", new="tensor.add_(2)"),
-    bug(
-        "qwen2_5_vl",
+    qwen2_5_vl("position not advanced", ONE, "inputs", "tensor.add_(1)", "tensor.add_(0)"),
+    qwen2_5_vl("position advanced twice", ONE, "inputs", "tensor.add_(1)", "tensor.add_(2)"),
+    qwen2_5_vl(
         "position advanced before the forward",
         ONE,
         "graph",
-        old=FORWARD,
-        new=f"self.watched is None or self.watched.advance()\n            {FORWARD}",
+        FORWARD,
+        f"self.watched is None or self.watched.advance()\n            {FORWARD}",
     ),
-    bug("qwen2_5_vl", "one kind of position advanced", ONE, "inputs", old="tensor.add_(1)", new="tensor[-1:].add_(1)"),
-    bug(
-        "qwen2_5_vl",
-        "only the first row advanced",
-        PADDED,
-        "inputs",
-        old="tensor.add_(1)",
-        new="tensor[..., :1, :].add_(1)",
-    ),
-    bug(
-        "qwen2_5_vl",
-        "position not put back after the proof",
-        ONE,
-        INPUT,
-        old="tensor.copy_(before)",
-        new="pass",
-    ),
-    bug("qwen2_5_vl", "positions of the call before", AGAIN, INPUT, old="tensor.copy_(contents)", new="pass"),
-    bug("qwen2_5_vl", "positions of the image before", IMAGES, INPUT, old="tensor.copy_(contents)", new="pass"),
-    bug(
-        "qwen2_5_vl",
+    qwen2_5_vl("one kind of position advanced", ONE, "inputs", "tensor.add_(1)", "tensor[-1:].add_(1)"),
+    qwen2_5_vl("only the first row advanced", PADDED, "inputs", "tensor.add_(1)", "tensor[..., :1, :].add_(1)"),
+    qwen2_5_vl("position not put back after the proof", ONE, INPUT, "tensor.copy_(before)", "pass"),
+    qwen2_5_vl("positions of the call before", AGAIN, INPUT, "tensor.copy_(contents)", "pass"),
+    qwen2_5_vl("positions of the image before", IMAGES, INPUT, "tensor.copy_(contents)", "pass"),
+    qwen2_5_vl(
         "positions as if the image were text",
         IMAGES,
         "inputs",
-        old="        own.copy_(first)\n",
-        new="        own.copy_(first)\n            own.copy_(own[:1].expand_as(own))\n",
+        "        own.copy_(first)\n",
+        "        own.copy_(first)\n            own.copy_(own[:1].expand_as(own))\n",
     ),
-    bug(
-        "qwen2_5_vl",
+    qwen2_5_vl(
         "offset of the positions lost",
         IMAGES,
         "",
-        old="position_ids = text_positions[None, ...] + self.model.rope_deltas",
-        new="position_ids = text_positions[None, ...].expand(4, -1, -1)",
+        "position_ids = text_positions[None, ...] + self.model.rope_deltas",
+        "position_ids = text_positions[None, ...].expand(4, -1, -1)",
     ),
-    bug(
-        "qwen2_5_vl",
+    qwen2_5_vl(
         "segments in another order",
         IMAGES,
         "segments",
-        old="for first in sorted(parts)",
-        new="for first in sorted(parts, reverse=True)",
+        "for first in sorted(parts)",
+        "for first in sorted(parts, reverse=True)",
     ),
-    bug(
-        "qwen2_5_vl",
+    qwen2_5_vl(
         "images that see each other",
         IMAGES,
         "segments",
-        old="itertools.groupby(lengths)",
-        new="itertools.groupby([sum(lengths)])",
+        "itertools.groupby(lengths)",
+        "itertools.groupby([sum(lengths)])",
     ),
-    bug("bart", "cross-attention of the call before", AGAIN, INPUT, old="tensor.copy_(contents)", new="pass"),
-    bug(
-        "t5",
+    bart("cross-attention of the call before", AGAIN, INPUT, "tensor.copy_(contents)", "pass"),
+    t5(
         "cross-attention of the call before",
         AGAIN,
         "inputs",
-        old=TAKEN,
-        new="[*_tensors(self.fixed)], [*_tensors(other.fixed)]",
+        TAKEN,
+        "[*_tensors(self.fixed)], [*_tensors(other.fixed)]",
     ),
-    bug(
-        "bart",
-        "encoder's output of the call before",
-        AGAIN,
-        "inputs",
-        old=TAKEN,
-        new="self._seen()[1:], other._seen()[1:]",
-    ),
-    bug("t5", "encoder's mask of the call before", AGAIN, "inputs", old=TAKEN, new="self._seen(), other._seen()"),
-    bug(
-        "bart",
+    bart("encoder's output of the call before", AGAIN, "inputs", TAKEN, "self._seen()[1:], other._seen()[1:]"),
+    t5("encoder's mask of the call before", AGAIN, "inputs", TAKEN, "self._seen(), other._seen()"),
+    bart(
         "key without the encoder's length",
         AGAIN,
         "inputs",
-        old="_shape(self.fixed), advanced, tuple(_shape(tensor) for tensor in self._seen())",
-        new="advanced",
+        "_shape(self.fixed), advanced, tuple(_shape(tensor) for tensor in self._seen())",
+        "advanced",
     ),
-    bug(
-        "bart",
+    bart(
         "cross keys and values swapped",
         ONE,
         "inputs",
-        old=OWN_CROSS,
-        new="own.layers[-1].keys, own.layers[-1].values = layer.values.clone(), layer.keys.clone()",
+        OWN_CROSS,
+        "own.layers[-1].keys, own.layers[-1].values = layer.values.clone(), layer.keys.clone()",
     ),
-    bug(
-        "t5",
+    t5(
         "cross-attention of another layer",
         ONE,
         "inputs",
-        old="for layer in cross.layers:\n            own",
-        new="for layer in reversed(cross.layers):\n            own",
+        "for layer in cross.layers:\n            own",
+        "for layer in reversed(cross.layers):\n            own",
     ),
-    bug(
-        "bart",
+    bart(
         "encoder's mask dropped",
         PADDED,
         "inputs",
-        old="return {**self.fixed, **given} | (",
-        new="return {**self.fixed, **given, 'attention_mask': None} | (",
+        "return {**self.fixed, **given} | (",
+        "return {**self.fixed, **given, 'attention_mask': None} | (",
     ),
-    bug(
-        "t5",
+    t5(
         "encoder's mask dropped",
         PADDED,
         "inputs",
-        old="return {**self.fixed, **given} | (",
-        new="return {**self.fixed, **given, 'attention_mask': None} | (",
+        "return {**self.fixed, **given} | (",
+        "return {**self.fixed, **given, 'attention_mask': None} | (",
     ),
-    bug(
-        "llava",
+    llava(
         "text's mask dropped",
         PADDED,
         "inputs",
-        old=GIVEN,
-        new="given = {self.tokens: tokens} | ({self.mask: torch.ones_like(mask)} if self.mask else {})",
+        GIVEN,
+        "given = {self.tokens: tokens} | ({self.mask: torch.ones_like(mask)} if self.mask else {})",
     ),
-    bug("bart", "cross-attention not handed back", CONTINUED, "inputs", old=CROSS_STORED, new=""),
-    bug(
-        "t5",
+    bart("cross-attention not handed back", CONTINUED, "inputs", CROSS_STORED, ""),
+    t5(
         "cross-attention handed back as if to be made anew",
         CONTINUED,
         "inputs",
-        old="            given.is_updated = dict.fromkeys(range(len(self._cross.layers)), True)\n",
-        new="",
+        "            given.is_updated = dict.fromkeys(range(len(self._cross.layers)), True)\n",
+        "",
     ),
-    bug(
-        "bart",
+    bart(
         "cross-attention of the first row",
         AGAIN,
         "inputs",
-        old=OWN_CROSS,
-        new="own.layers[-1].keys = layer.keys[:1].repeat(len(layer.keys), 1, 1, 1)\n"
+        OWN_CROSS,
+        "own.layers[-1].keys = layer.keys[:1].repeat(len(layer.keys), 1, 1, 1)\n"
         "            own.layers[-1].values = layer.values.clone()",
     ),
-    bug(
-        "bart",
-        "slot of the call before",
-        BEGUN,
-        "graph",
-        old="self.state.position.fill_(self.cache.length)",
-        new="pass",
-    ),
-    bug(
-        "llava",
+    bart("slot of the call before", BEGUN, "graph", "self.state.position.fill_(self.cache.length)", "pass"),
+    llava(
         "end forgotten by the row that ended",
         PADDED,
         "sampling",
-        old="state.finished.logical_or_((tokens[:, None] == sampling.eos).any(dim=-1))",
-        new="pass",
+        "state.finished.logical_or_((tokens[:, None] == sampling.eos).any(dim=-1))",
+        "pass",
     ),
-    bug(
-        "t5",
-        "streamer not told of the end",
-        STREAMED,
-        "loop",
-        old="            call.streamer.end()",
-        new="            pass",
-    ),
+    t5("streamer not told of the end", STREAMED, "loop", "            call.streamer.end()", "            pass"),
 )

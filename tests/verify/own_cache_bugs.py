@@ -5,6 +5,8 @@ MiniMax keeps states beside the layers of its cache, xLSTM in an object; layers 
 
 from __future__ import annotations
 
+from functools import partial
+
 from .carried_bugs import COPIED, FIRST_ROW, GIVEN, LATE, LOADED, NOT_GIVEN, OUTLIVES, RESTORED, STALE, TAKEN
 from .generation_bugs import AGAIN, BY_HAND, CONTINUED, ENDED, ONE, PADDED, bug
 
@@ -20,93 +22,65 @@ GIVEN_BACK = "buffer.narrow(dimension, start, stop - start).clone()"
 READ = "return new if start == 0 else buffer.narrow(dimension, 0, end)"
 MASKED = 'scores = scores.masked_fill(token_future, float("-inf"))'
 
+minimax, xlstm, minimax_m3_vl = (partial(bug, model) for model in ("minimax", "xlstm", "minimax_m3_vl"))
+
 BESIDE = (
-    bug("minimax", "a state of the prompt before", AGAIN, "loop", old=LOADED, new=STALE),
-    bug("minimax", "a state shared by rows", PADDED, "loop", old=COPIED, new=SHARED),
-    bug("minimax", "a state in 16 bits", ONE, "loop", old=COPIED, new=COPIED.replace("(value)", "(value.bfloat16())")),
-    bug("minimax", "a state one step late", ONE, "loop", old=TAKEN, new=LATE),
-    bug("minimax", "a state that stays as after the prompt", ONE, "loop", old=TAKEN, new="self._give(self.buffers)"),
-    bug("minimax", "a state that the proof moved on", ONE, "loop", old=RESTORED, new="            pass"),
-    bug("minimax", "states after the overshoot", ENDED, "loop", old=OUTLIVES, new="if not graph.carried and ("),
-    bug(
-        "minimax",
+    minimax("a state of the prompt before", AGAIN, "loop", LOADED, STALE),
+    minimax("a state shared by rows", PADDED, "loop", COPIED, SHARED),
+    minimax("a state in 16 bits", ONE, "loop", COPIED, COPIED.replace("(value)", "(value.bfloat16())")),
+    minimax("a state one step late", ONE, "loop", TAKEN, LATE),
+    minimax("a state that stays as after the prompt", ONE, "loop", TAKEN, "self._give(self.buffers)"),
+    minimax("a state that the proof moved on", ONE, "loop", RESTORED, "            pass"),
+    minimax("states after the overshoot", ENDED, "loop", OUTLIVES, "if not graph.carried and ("),
+    minimax(
         "states not reset between calls",
         AGAIN,
         "cache",
-        old=RESET,
-        new=f"{RESET}self.own or ",
-        also=(("_runtime/cache", CONTINUES, f"{CONTINUES} if dynamic.layers else self.own"),),
+        RESET,
+        f"{RESET}self.own or ",
+        also=(("_runtime", CONTINUES, f"{CONTINUES} if dynamic.layers else self.own"),),
     ),
-    bug("minimax", "states of the text before unread", CONTINUED, "cache", old=CONTINUES, new="pass"),
-    bug("minimax", "states not handed back", ONE, "cache", old=HANDS_BACK, new="pass"),
+    minimax("states of the text before unread", CONTINUED, "cache", CONTINUES, "pass"),
+    minimax("states not handed back", ONE, "cache", HANDS_BACK, "pass"),
 )
 
 OBJECTS = (
-    bug("xlstm", "a state of the prompt before", AGAIN, "loop", old=LOADED, new=STALE),
-    bug("xlstm", "a state shared by rows", PADDED, "loop", old=COPIED, new=SHARED),
-    bug(
-        "xlstm",
-        "a state one step late",
-        ONE,
-        "loop",
-        old=TAKEN,
-        new=LATE,
-        also=(("_runtime/decode", GIVEN, NOT_GIVEN),),
-    ),
-    bug(
-        "xlstm",
+    xlstm("a state of the prompt before", AGAIN, "loop", LOADED, STALE),
+    xlstm("a state shared by rows", PADDED, "loop", COPIED, SHARED),
+    xlstm("a state one step late", ONE, "loop", TAKEN, LATE, also=(("_runtime", GIVEN, NOT_GIVEN),)),
+    xlstm(
         "a state that stays as after the prompt",
         ONE,
         "loop",
-        old=GIVEN,
-        new=NOT_GIVEN,
-        also=(("_runtime/decode", TAKEN, "self._give(self.buffers)"),),
+        GIVEN,
+        NOT_GIVEN,
+        also=(("_runtime", TAKEN, "self._give(self.buffers)"),),
     ),
-    bug("xlstm", "a state that the proof moved on", ONE, "loop", old=RESTORED, new="            pass"),
-    bug("xlstm", "states after the overshoot", ENDED, "loop", old=OUTLIVES, new="if not graph.carried and ("),
-    bug(
-        "xlstm",
-        "states of the prompt handed back",
-        ONE,
-        "loop",
-        old="tensor.copy_(buffer) if same",
-        new="tensor if same",
-    ),
+    xlstm("a state that the proof moved on", ONE, "loop", RESTORED, "            pass"),
+    xlstm("states after the overshoot", ENDED, "loop", OUTLIVES, "if not graph.carried and ("),
+    xlstm("states of the prompt handed back", ONE, "loop", "tensor.copy_(buffer) if same", "tensor if same"),
 )
 
 GROWING = (
-    bug("minimax_m3_vl", "a key one slot late", ONE, "cache", old=GROWN, new=GROWN.replace("slots", "slots + 1")),
-    bug("minimax_m3_vl", "a key one slot early", ONE, "cache", old=GROWN, new=GROWN.replace("slots", "slots - 1")),
-    bug("minimax_m3_vl", "a key that is not written", ONE, "cache", old=GROWN, new="return buffer"),
-    bug(
-        "minimax_m3_vl",
-        "the first row's key in all rows",
-        PADDED,
-        "cache",
-        old=GROWN,
-        new=GROWN.replace("new)", "new[:1].expand_as(new))"),
+    minimax_m3_vl("a key one slot late", ONE, "cache", GROWN, GROWN.replace("slots", "slots + 1")),
+    minimax_m3_vl("a key one slot early", ONE, "cache", GROWN, GROWN.replace("slots", "slots - 1")),
+    minimax_m3_vl("a key that is not written", ONE, "cache", GROWN, "return buffer"),
+    minimax_m3_vl(
+        "the first row's key in all rows", PADDED, "cache", GROWN, GROWN.replace("new)", "new[:1].expand_as(new))")
     ),
-    bug(
-        "minimax_m3_vl", "an unused slot not masked", BY_HAND, "", old=MASKED, new=f"{MASKED} if q_len > 1 else scores"
-    ),
-    bug(
-        "minimax_m3_vl",
+    minimax_m3_vl("an unused slot not masked", BY_HAND, "", MASKED, f"{MASKED} if q_len > 1 else scores"),
+    minimax_m3_vl(
         "keys not reset between calls",
         AGAIN,
         "cache",
-        old=FORGOTTEN,
-        new="self.lengths = {method: max(length, known) for method, known in self.lengths.items()}",
+        FORGOTTEN,
+        "self.lengths = {method: max(length, known) for method, known in self.lengths.items()}",
     ),
-    bug("minimax_m3_vl", "keys of the text before unread", CONTINUED, "cache", old=READ, new="return new"),
-    bug("minimax_m3_vl", "keys not taken over", CONTINUED, "cache", old=TAKEN_OVER, new="pass"),
-    bug("minimax_m3_vl", "keys of other rows", CONTINUED, "cache", old=TAKEN_OVER, new=OTHER_ROWS),
-    bug("minimax_m3_vl", "keys not handed back", CONTINUED, "cache", old=GIVEN_BACK, new="None"),
-    bug(
-        "minimax_m3_vl",
-        "keys handed over that a later call writes",
-        CONTINUED,
-        "cache",
-        old=GIVEN_BACK,
-        new=GIVEN_BACK.replace(".clone()", ""),
+    minimax_m3_vl("keys of the text before unread", CONTINUED, "cache", READ, "return new"),
+    minimax_m3_vl("keys not taken over", CONTINUED, "cache", TAKEN_OVER, "pass"),
+    minimax_m3_vl("keys of other rows", CONTINUED, "cache", TAKEN_OVER, OTHER_ROWS),
+    minimax_m3_vl("keys not handed back", CONTINUED, "cache", GIVEN_BACK, "None"),
+    minimax_m3_vl(
+        "keys handed over that a later call writes", CONTINUED, "cache", GIVEN_BACK, GIVEN_BACK.replace(".clone()", "")
     ),
 )

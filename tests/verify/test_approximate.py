@@ -20,7 +20,7 @@ from .bugs import Bug
 from .copies import plant, upstream
 
 QUICK = Options(quick=True, fail_fast=True, gates=("parity", "generation"))
-FORMAT, WEIGHTS, LINEAR = "_runtime/core", "_runtime/fp8", "_runtime/fp8"
+FORMAT, WEIGHTS, LINEAR = "_runtime", "_runtime", "_runtime"
 
 ROUNDED = "inverse.unsqueeze(-1)).to(dtype)"
 BUGS = (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, TypedDict
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.processing_utils import Unpack
 
@@ -16,6 +17,7 @@ from rewrite.verify import Options
 from rewrite.verify.calls.argument_cases import CASES, cases_for
 from rewrite.verify.calls.argument_checks import argument_checks, asked_alone
 from rewrite.verify.calls.arguments import arguments_of
+from rewrite.verify.calls.compiled import _prompts_read
 from rewrite.verify.calls.observed import everything, fields_of
 from rewrite.verify.judging.checks import run_check
 from rewrite.verify.judging.requested import Record
@@ -166,3 +168,31 @@ def test_an_argument_that_no_case_knows_is_missed() -> None:
     bench = Workbench(Subject(Odd, Odd, False), small_variants(cls, False, {})[:1], Options(seeds=1))
     asked_alone(bench)
     assert bench.record.asked()[0] == Asked("Odd", "arguments", 3, ("oddity",))
+
+
+class Encoder(nn.Module):
+    def forward(self, input_ids: Tensor) -> tuple[Tensor]:
+        return (input_ids.float(),)
+
+
+class Passing(nn.Module):
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor]:
+        assert kwargs == {"use_cache": False}
+        return (input_ids.float(),)
+
+
+class Decoder(nn.Module):
+    def forward(self, input_ids: Tensor, use_cache: bool = True) -> tuple[Tensor]:
+        assert not use_cache
+        return (input_ids.float(),)
+
+
+@pytest.mark.parametrize("kind", [Encoder, Passing, Decoder])
+def test_reads_prompts(kind: type[nn.Module]) -> None:
+    subject = Subject(kind, kind, causal=False)
+    options = SimpleNamespace(device="cpu")
+    bench: Any = SimpleNamespace(subject=subject, options=options, seed_for=lambda *names: 0)
+    variant: Any = SimpleNamespace(vocab_size=7)
+    found = _prompts_read(bench, variant)(kind())
+    assert [*found] == ["logits#0", "logits#1", "logits#2"]
+    assert all(isinstance(logits, torch.Tensor) for logits in found.values())

@@ -23,31 +23,31 @@ from rewrite.verify.models.subjects import Subject
 from .copies import generated, plant
 
 BUGS = {
-    "outputs handed out as they are": ("_runtime/forward", "group[0].clone()", "group[0]"),
-    "inputs not copied in": ("_runtime/forward", "own.copy_(given)", "pass"),
+    "outputs handed out as they are": ("_runtime", "group[0].clone()", "group[0]"),
+    "inputs not copied in": ("_runtime", "own.copy_(given)", "pass"),
     "arguments told apart by shape alone": (
-        "_runtime/forward",
+        "_runtime",
         "return tensor.shape, tensor.stride(), tensor.dtype",
         "return ()",
     ),
     "a number drawn where none is": (
-        "_runtime/forward",
+        "_runtime",
         "(before, start) = self._now(), self._before",
         "(before, start) = self._now(), (None, self._before[1])",
     ),
-    "a hook unseen": ("_runtime/core", "(self._filled if registry else self._empty).append(registry)", "pass"),
+    "a hook unseen": ("_runtime", "(self._filled if registry else self._empty).append(registry)", "pass"),
     "a part of the model unseen": (
-        "_runtime/core",
+        "_runtime",
         "for registry in [state[name] for name in _REGISTRIES if name in state]:",
         "for registry in []:",
     ),
     "outputs of zeros divided by": (
-        "_runtime/forward",
+        "_runtime",
         "return apart / norm if norm else apart",
         "return apart / norm",
     ),
     "outputs of another form": (
-        "_runtime/forward",
+        "_runtime",
         "with_tensors(self._value, instead)",
         "with_tensors(self._value, torch.zeros_like)",
     ),
@@ -116,7 +116,7 @@ def test_a_bug_in_padded_texts_is_refused_or_caught(name: str, proved: bool, tex
     broken = tmp_path / "broken"
     shutil.copytree(texts, broken)
     for bug in (PADDED[name], *(() if proved else PROOF)):
-        plant(broken, "_runtime/forward", *bug)
+        plant(broken, "_runtime", *bug)
     assert_refused_or_caught(checked(broken, modeling_bert.BertModel), refused=proved)
 
 
@@ -124,7 +124,7 @@ def test_a_bug_in_padded_texts_is_refused_or_caught(name: str, proved: bool, tex
 def test_texts_that_are_padded_no_more_are_noticed(name: str, texts: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(texts, broken)
-    plant(broken, "_runtime/forward", *UNPADDED[name])
+    plant(broken, "_runtime", *UNPADDED[name])
     assert_refused_or_caught(checked(broken, modeling_bert.BertModel), refused=True)
 
 

@@ -19,15 +19,15 @@ STEPS = "decode loop, step by step, unused slots poisoned, base"
 
 BUGS = {
     "the norm behind a sum is never taken": (
-        "llama", "_runtime/norms", "return None if _stand_together(kind) else",
+        "llama", "_runtime", "return None if _stand_together(kind) else",
         "return None if not _stand_together(kind) else", RUN,
     ),
     "keys are repeated": (
-        "llama", "_runtime/attention", "if interface is sdpa_attention_forward and is_intact(interface) else",
+        "llama", "_runtime", "if interface is sdpa_attention_forward and is_intact(interface) else",
         "if False else", KEPT,
     ),
     "biases are joined in each call": (
-        "llama", "_runtime/products", "as_one(present) if len(present) == len(biases)",
+        "llama", "_runtime", "as_one(present) if len(present) == len(biases)",
         "as_one(present) if len(present) != len(biases)", JOINED,
     ),
     "a norm rounds once": (
@@ -39,20 +39,20 @@ BUGS = {
         "add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon, weight_in_fp32=True)", NORMS,
     ),
     "wide heads see what follows": (
-        "llama", "_runtime/attention",
+        "llama", "_runtime",
         "scale=scaling,\n        is_causal=causal,\n    )\n    return out.permute",
         "scale=scaling,\n    )\n    return out.permute", HEADS,
     ),
     "a step sees the first key alone": (
-        "llama", "_runtime/attention", "causal = length > 1 and mask is None",
+        "llama", "_runtime", "causal = length > 1 and mask is None",
         "causal = length >= 1 and mask is None", HEADS,
     ),
     "steps are made that nobody reads": (
-        "llama", "_runtime/decode", "progress.read()\n                continue", "progress.read()",
+        "llama", "_runtime", "progress.read()\n                continue", "progress.read()",
         BEHIND,
     ),
     "a step rotates in fp32": (
-        "llama", "_runtime/attention", "layer = past_key_values.layers[layer_idx]\n    rotation =",
+        "llama", "_runtime", "layer = past_key_values.layers[layer_idx]\n    rotation =",
         "layer = past_key_values.layers[layer_idx]\n    in_fp32 = True\n    rotation =", ROUNDED,
     ),
     "a step knows no layers": (

@@ -7,6 +7,7 @@ import torch
 
 from rewrite.verify.judging.compare import Mismatch, measure
 from rewrite.verify.judging.low_precision_bound import compare
+from rewrite.verify.state.declarations import comparable
 
 INFINITE, NAN = float("inf"), float("nan")
 
@@ -37,3 +38,16 @@ def test_a_tensor_of_another_shape_is_no_match() -> None:
     plain = {"logits": torch.ones(2, 3)}
     with pytest.raises(Mismatch, match=r"shape \[3, 2\]"):
         compare(plain, plain, {"logits": torch.ones(3, 2)}, 1e-3, routed=False)
+
+
+KINDS = (torch.float16, torch.device("cpu"), torch.strided, torch.finfo(torch.float16), torch.Size([2]), {"a": len})
+
+
+@pytest.mark.parametrize("value", KINDS, ids=str)
+def test_every_kind_of_value_is_comparable(value: object) -> None:
+    assert comparable(value) == comparable(value)
+
+
+def test_values_without_attributes_of_their_own_differ() -> None:
+    assert comparable(torch.float16) != comparable(torch.bfloat16)
+    assert comparable(torch.device("cpu")) != comparable(torch.device("meta"))

@@ -14,12 +14,12 @@ from .copies import generated, plant, upstream
 
 BUGS = {
     "another dtype is promised": (
-        "_runtime/products",
+        "_runtime",
         "return torch.empty_like(gate, memory_format=torch.contiguous_format)",
         "return torch.empty(gate.shape)",
     ),
     "the dispatcher stands before operators": (
-        "_runtime/core", "and not _len_torch_dispatch_stack()", "and _len_torch_dispatch_stack()"
+        "_runtime", "and not _len_torch_dispatch_stack()", "and _len_torch_dispatch_stack()"
     ),
 }  # fmt: skip
 OPTIONS = Options(

@@ -57,24 +57,24 @@ def of_the_loop(name: str) -> Run:
 POSITION = "self.position = torch.zeros(1, dtype=torch.int64"
 BUGS = {
     "an operator says that gradients are wanted": (
-        "_runtime/core", "if type(tensors[0]) is Proxy:", "if True:", aside, "steps aside without a cause",
+        "_runtime", "if type(tensors[0]) is Proxy:", "if True:", aside, "steps aside without a cause",
     ),
     "what was packed is never forgotten": (
-        "_runtime/products", "del _groups[address]", "pass", nothing_kept, "_groups from",
+        "_runtime", "del _groups[address]", "pass", nothing_kept, "_groups from",
     ),
     "an error in a callback is swallowed": (
-        "_runtime/products", "del _groups[address]", "del _groups[None]", nothing_kept, "is swallowed",
+        "_runtime", "del _groups[address]", "del _groups[None]", nothing_kept, "is swallowed",
     ),
     "attention weights are dropped out in evaluation": (
         "modeling_llama.py", "0.0 if not self.training else self.attention_dropout", "self.attention_dropout",
         own_function, "dropout",
     ),
     "the loop refuses the step that it could take": (
-        "_runtime/cache", POSITION, POSITION.replace("int64", "int32"),
+        "_runtime", POSITION, POSITION.replace("int64", "int32"),
         of_the_loop("runs as the package says"), "the original's step runs in a decode loop",
     ),
     "a prompt without a mask cannot be read": (
-        "_runtime/decode", "unpadded = attention_mask is None or", "unpadded = attention_mask is None and",
+        "_runtime", "unpadded = attention_mask is None or", "unpadded = attention_mask is None and",
         of_the_loop("one row without a mask"), "has no attribute",
     ),
 }  # fmt: skip

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import LlamaModel
 
 from rewrite.verify import Options, verify
-from rewrite.verify.generation.latency import LONGEST, plan_for
+from rewrite.verify.generation.latency import LONGEST, latency_checks, plan_for
+from rewrite.verify.judging.checks import run_check
 from rewrite.verify.judging.compare import NotRun
+from rewrite.verify.models.configs import small_variants
 from rewrite.verify.models.inputs import positions_of
 from rewrite.verify.models.model_pair import Workbench, build
 from rewrite.verify.models.real_shapes import shaped_variant, wide_variant
+from rewrite.verify.models.subjects import Subject
 
 from .copies import generated, upstream
 
@@ -71,3 +75,27 @@ def test_fields_of_the_configuration_are_varied_on_a_gpu(tmp_path: Any) -> None:
     assert verdict.passed
     varied = {field.name for field in verdict.config_fields if field.values}
     assert {"hidden_act", "attention_bias", "rms_norm_eps", "num_key_value_heads"} <= varied
+
+
+class NoCache(LlamaModel):  # type: ignore[misc]
+    """An encoder, as far as its arguments tell."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None) -> Any:
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask)
+
+
+class Fails(LlamaModel):  # type: ignore[misc]
+    """A prompt of the length that is timed is too long for it."""
+
+    def forward(self, input_ids: Any = None, use_cache: Any = None) -> Any:
+        if input_ids.shape[1] > 30:
+            raise IndexError("no position behind 30")
+        return super().forward(input_ids=input_ids, use_cache=use_cache)
+
+
+@pytest.mark.parametrize(("cls", "status"), [(NoCache, "passed"), (Fails, "not run")])
+def test_a_prefill_is_timed_as_far_as_the_original_goes(cls: Any, status: str) -> None:
+    bench = Workbench(Subject(cls, cls, False), small_variants(cls, False, {})[:1], Options(seeds=1))
+    (check,) = latency_checks(bench)
+    result = run_check(check)
+    assert (result.status, "raises IndexError" in result.detail) == (status, cls is Fails)

@@ -16,6 +16,6 @@ def all_rewritings() -> dict[str, type[Rewriting]]:
         module = importlib.import_module(f"{__name__}.{info.name}")
         for value in vars(module).values():
             own = isinstance(value, type) and issubclass(value, Rewriting) and value.__module__ == module.__name__
-            if own and not inspect.isabstract(value) and hasattr(value, "name"):
+            if own and not inspect.isabstract(value) and not value.__name__.startswith("_"):
                 found[value.name] = value
     return dict(sorted(found.items()))

@@ -34,8 +34,6 @@ _EQUAL = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 class _Arguments(Expressions[cst.Call]):
     """A rewriting of the arguments of calls whose parameters are known."""
 
-    kinds = (cst.Call,)
-
     def prepare(self) -> None:
         self.calls = Calls(self.module)
 
@@ -68,9 +66,6 @@ class _Arguments(Expressions[cst.Call]):
 class ArgumentsByKeyword(_Arguments):
     """`repeat_kv(key, n)` → `repeat_kv(hidden_states=key, n_rep=n)`, `x.mean(-1)` → `x.mean(dim=-1)`."""
 
-    name = "arguments_by_keyword"
-    summary = "positional arguments given by keyword"
-
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         names = self.names(original)
         positional = [a for a in updated.args if a.keyword is None]
@@ -90,9 +85,6 @@ class ArgumentsByKeyword(_Arguments):
 
 class ArgumentsByPosition(_Arguments):
     """`mlp(x=h)` → `mlp(h)`, `torch.cat((a, b), dim=-1)` → `torch.cat((a, b), -1)`."""
-
-    name = "arguments_by_position"
-    summary = "keyword arguments given by position"
 
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         names = self.names(original)

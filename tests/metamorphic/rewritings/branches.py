@@ -40,9 +40,6 @@ def negated(test: cst.BaseExpression) -> cst.BaseExpression:
 class SwapBranches(Rewriting):
     """`if c: A else: B` → `if not c: B else: A`."""
 
-    name = "swap_branches"
-    summary = "branches of if and else swapped under the negated test"
-
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
         orelse = updated_node.orelse
         above = self.module.parent(original_node)
@@ -61,8 +58,6 @@ class SwapBranches(Rewriting):
 class SwapConditionals(Expressions[cst.IfExp]):
     """`A if c else B` → `B if not c else A`."""
 
-    name = "swap_conditionals"
-    summary = "conditional expressions swapped under the negated test"
     kinds = (cst.IfExp,)
 
     def respelled(self, original: cst.IfExp, updated: cst.IfExp) -> cst.BaseExpression | None:
@@ -89,9 +84,6 @@ def _leaves(block: cst.BaseSuite) -> bool:
 class ElseAfterReturn(Blocks):
     """`if c: return a`, rest → `if c: return a`, `else:` rest."""
 
-    name = "else_after_return"
-    summary = "what follows an early return put under else"
-
     def respelled(
         self, body: list[cst.BaseStatement], original: cst.IndentedBlock, function: cst.FunctionDef
     ) -> list[cst.BaseStatement]:
@@ -107,9 +99,6 @@ class ElseAfterReturn(Blocks):
 
 class EarlyReturn(Blocks):
     """`if c: return a`, `else:` rest → `if c: return a`, rest."""
-
-    name = "early_return"
-    summary = "what stands under else after a return put behind the branch"
 
     def respelled(
         self, body: list[cst.BaseStatement], original: cst.IndentedBlock, function: cst.FunctionDef
@@ -132,7 +121,6 @@ class ReturnEarlyByNegation(Blocks):
     """`if c: x = f(x)`, `return x` → `if not c: return x`, `x = f(x)`, `return x`."""
 
     name = "return_by_negation"
-    summary = "a last branch before the return turned into an early return"
 
     def respelled(
         self, body: list[cst.BaseStatement], original: cst.IndentedBlock, function: cst.FunctionDef
@@ -159,8 +147,6 @@ class ReturnEarlyByNegation(Blocks):
 class FlipComparisons(Expressions[cst.Comparison]):
     """`n == 1` → `1 == n`, `a < b` → `b > a`."""
 
-    name = "flip_comparisons"
-    summary = "comparisons turned round"
     kinds = (cst.Comparison,)
 
     def respelled(self, original: cst.Comparison, updated: cst.Comparison) -> cst.BaseExpression | None:

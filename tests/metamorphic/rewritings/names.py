@@ -45,9 +45,6 @@ class _Renaming(Rewriting):
 class RenameLocals(_Renaming):
     """Every local of every function gets another name; parameters keep theirs."""
 
-    name = "rename_locals"
-    summary = "locals renamed"
-
     def choose(self) -> None:
         for function in self.file.functions():
             kept = set(parameters(function)) | _fixed(function) | self._of_the_file()
@@ -100,8 +97,6 @@ def _fixed(function: cst.FunctionDef) -> set[str]:
 class RenameParameters(_Renaming):
     """Parameters of functions, and of the `forward` of layers that only this file calls, with the keywords."""
 
-    name = "rename_parameters"
-    summary = "parameters of functions and layers renamed, with the keywords of their calls"
     keeps_names: ClassVar[bool] = False
 
     def choose(self) -> None:
@@ -181,8 +176,6 @@ def _keywords(call: cst.Call) -> set[str]:
 class RenameAttributes(_Renaming):
     """Attributes of layers, throughout the file. Parameters in them get other names in a checkpoint."""
 
-    name = "rename_attributes"
-    summary = "private attributes of layers renamed"
     keeps_names: ClassVar[bool] = False
 
     def choose(self) -> None:
@@ -239,9 +232,6 @@ class RenameAttributes(_Renaming):
 class RenameImports(_Renaming):
     """`from ...activations import ACT2FN` → `import ACT2FN as activations_by_name`, and so for functions of masks."""
 
-    name = "rename_imports"
-    summary = "imported names under an alias"
-
     def choose(self) -> None:
         self.aliases: dict[str, str] = {}
         for local in sorted(self.module.imports):
@@ -261,9 +251,6 @@ class RenameImports(_Renaming):
 
 class SpellImports(Rewriting):
     """`from torch import nn` → `import torch.nn as nn`; `import torch.nn.functional as F` → `from torch.nn …`."""
-
-    name = "spell_imports"
-    summary = "imports of torch's modules in the other spelling"
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
@@ -287,9 +274,6 @@ class SpellImports(Rewriting):
 
 class FullNames(Rewriting):
     """`nn.Linear(...)` → `torch.nn.Linear(...)`."""
-
-    name = "full_names"
-    summary = "layers of torch by their full name"
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
         is_nn = isinstance(original_node.value, cst.Name) and self.module.code(original_node.value) == "nn"

@@ -27,8 +27,6 @@ _BOTH = (METHODS - {"bfloat16", "double", "float", "half", "contiguous", "expand
 class SwapOperands(Expressions[cst.BinaryOperation]):
     """`a + b` → `b + a`, `a * b` → `b * a`."""
 
-    name = "swap_operands"
-    summary = "operands of + and * swapped"
     kinds = (cst.BinaryOperation,)
 
     def respelled(self, original: cst.BinaryOperation, updated: cst.BinaryOperation) -> cst.BaseExpression | None:
@@ -73,9 +71,6 @@ class _TensorOperation(Expressions[cst.BinaryOperation]):
 class OperatorAsFunction(_TensorOperation):
     """`a + b` → `torch.add(a, b)`, and so for `-`, `*`, `/`, `@`, `**`."""
 
-    name = "operator_as_function"
-    summary = "operators of tensors as functions of torch"
-
     def spelled(self, function: str, updated: cst.BinaryOperation) -> cst.BaseExpression:
         return call(f"torch.{function}", updated.left, updated.right)
 
@@ -83,19 +78,12 @@ class OperatorAsFunction(_TensorOperation):
 class OperatorAsMethod(_TensorOperation):
     """`a + b` → `a.add(b)`, and so for `-`, `*`, `/`, `@`, `**`."""
 
-    name = "operator_as_method"
-    summary = "operators of tensors as methods"
-
     def spelled(self, function: str, updated: cst.BinaryOperation) -> cst.BaseExpression:
         return method(updated.left, function, updated.right)
 
 
 class FunctionAsMethod(Expressions[cst.Call]):
     """`torch.rsqrt(x)` → `x.rsqrt()`, `torch.matmul(a, b)` → `a.matmul(b)`."""
-
-    name = "function_as_method"
-    summary = "functions of torch as methods"
-    kinds = (cst.Call,)
 
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         room, _, name = self.module.qualified(original.func).rpartition(".")
@@ -109,10 +97,6 @@ class FunctionAsMethod(Expressions[cst.Call]):
 
 class MethodAsFunction(Expressions[cst.Call]):
     """`x.rsqrt()` → `torch.rsqrt(x)`, `x.mean(-1)` → `torch.mean(x, -1)`."""
-
-    name = "method_as_function"
-    summary = "methods of tensors as functions of torch"
-    kinds = (cst.Call,)
 
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         if not isinstance(original.func, cst.Attribute) or not isinstance(updated.func, cst.Attribute):
@@ -130,10 +114,6 @@ class MethodAsFunction(Expressions[cst.Call]):
 class PowerAsOperator(Expressions[cst.Call]):
     """`x.pow(2)`, `torch.pow(x, 2)` → `x ** 2`."""
 
-    name = "power_as_operator"
-    summary = "pow as **"
-    kinds = (cst.Call,)
-
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         found = _power(self, original, updated)
         if found is None:
@@ -145,8 +125,6 @@ class PowerAsOperator(Expressions[cst.Call]):
 class PowerAsSquare(Expressions[cst.Call | cst.BinaryOperation]):
     """`x.pow(2)`, `torch.pow(x, 2)`, `x ** 2` → `torch.square(x)`."""
 
-    name = "power_as_square"
-    summary = "pow of two as torch.square"
     kinds = (cst.Call, cst.BinaryOperation)
 
     def respelled(
@@ -183,10 +161,6 @@ def _power(
 class MatmulAsOperator(Expressions[cst.Call]):
     """`torch.matmul(a, b)`, `a.matmul(b)` → `a @ b`."""
 
-    name = "matmul_as_operator"
-    summary = "matmul as @"
-    kinds = (cst.Call,)
-
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         sides = [a.value for a in updated.args if a.keyword is None and not a.star]
         if len(sides) != len(updated.args):
@@ -202,8 +176,6 @@ class MatmulAsOperator(Expressions[cst.Call]):
 class FunctionalSpelling(Expressions[cst.Attribute]):
     """`F.silu(x)`, `nn.functional.silu(x)` → `torch.nn.functional.silu(x)`."""
 
-    name = "functional_spelling"
-    summary = "functions of torch.nn.functional by their full name"
     kinds = (cst.Attribute,)
     full: ClassVar[str] = "torch.nn.functional"
 
@@ -225,10 +197,6 @@ class FunctionalSpelling(Expressions[cst.Attribute]):
 
 class SoftmaxAsTorch(Expressions[cst.Call]):
     """`F.softmax(x, dim=-1)` → `torch.softmax(x, dim=-1)`."""
-
-    name = "softmax_as_torch"
-    summary = "softmax and sigmoid of torch.nn.functional as torch's own"
-    kinds = (cst.Call,)
 
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         room, _, name = self.module.qualified(original.func).rpartition(".")

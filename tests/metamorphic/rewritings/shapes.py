@@ -26,10 +26,6 @@ def _renamed(node: cst.BaseExpression, name: str) -> cst.BaseExpression:
 class ViewAsReshape(Expressions[cst.Call]):
     """`x.view(s)` → `x.reshape(s)`; a view that is possible is what `reshape` returns."""
 
-    name = "view_as_reshape"
-    summary = "view as reshape"
-    kinds = (cst.Call,)
-
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         receiver = _receiver(original, "view")
         if receiver is None or not original.args or any(_is_dtype(a.value, self.module.code) for a in original.args):
@@ -39,10 +35,6 @@ class ViewAsReshape(Expressions[cst.Call]):
 
 class ReshapeAsView(Expressions[cst.Call]):
     """`x.reshape(s)` → `x.contiguous().view(s)`, where nothing of the function is written in place."""
-
-    name = "reshape_as_view"
-    summary = "reshape as contiguous().view"
-    kinds = (cst.Call,)
 
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         receiver = _receiver(original, "reshape")
@@ -54,10 +46,6 @@ class ReshapeAsView(Expressions[cst.Call]):
 
 class ContiguousViewAsReshape(Expressions[cst.Call]):
     """`x.contiguous().view(s)` → `x.reshape(s)`, where nothing of the function is written in place."""
-
-    name = "contiguous_view_as_reshape"
-    summary = "contiguous().view as reshape"
-    kinds = (cst.Call,)
 
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         receiver = _receiver(original, "view")
@@ -83,10 +71,6 @@ def _is_dtype(node: cst.BaseExpression, code: object) -> bool:
 class TransposeAsSwapaxes(Expressions[cst.Call]):
     """`x.transpose(a, b)` → `x.swapaxes(a, b)`."""
 
-    name = "transpose_as_swapaxes"
-    summary = "transpose as swapaxes"
-    kinds = (cst.Call,)
-
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         plain = len(original.args) == 2 and all(a.keyword is None for a in original.args)
         receiver = _receiver(original, "transpose")
@@ -97,10 +81,6 @@ class TransposeAsSwapaxes(Expressions[cst.Call]):
 
 class TransposeAsFunction(Expressions[cst.Call]):
     """`x.transpose(a, b)` → `torch.transpose(x, a, b)`, and back where it is the function."""
-
-    name = "transpose_as_function"
-    summary = "transpose as a function of torch"
-    kinds = (cst.Call,)
 
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         receiver = _receiver(original, "transpose")
@@ -115,10 +95,6 @@ class TransposeAsFunction(Expressions[cst.Call]):
 
 class TransposeAsPermute(Expressions[cst.Call]):
     """`x.transpose(1, 2)` → `x.permute(0, 2, 1, 3)`, where four dimensions are known."""
-
-    name = "transpose_as_permute"
-    summary = "transpose of four dimensions as permute"
-    kinds = (cst.Call,)
 
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         receiver = _receiver(original, "transpose")
@@ -174,10 +150,6 @@ class TransposeAsPermute(Expressions[cst.Call]):
 class CastAsMethod(Expressions[cst.Call]):
     """`x.to(torch.float32)`, `x.to(dtype=torch.float32)` → `x.float()`."""
 
-    name = "cast_as_method"
-    summary = "to(torch.float32) as float()"
-    kinds = (cst.Call,)
-
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         receiver = _receiver(original, "to")
         if receiver is None or len(original.args) != 1 or not self.file.tensors.certain(receiver):
@@ -193,10 +165,6 @@ class CastAsMethod(Expressions[cst.Call]):
 
 class CastAsTo(Expressions[cst.Call]):
     """`x.float()` → `x.to(dtype=torch.float32)`."""
-
-    name = "cast_as_to"
-    summary = "float() and to(torch.float32) as to(dtype=torch.float32)"
-    kinds = (cst.Call,)
 
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         receiver, cast = _receiver(original, "float"), _receiver(original, "to")
@@ -224,8 +192,6 @@ def _dtype(name: str) -> cst.Arg:
 class ShapeAsSize(Expressions[cst.Attribute | cst.Subscript]):
     """`x.shape[0]` → `x.size(0)`, `x.shape` → `x.size()`."""
 
-    name = "shape_as_size"
-    summary = "shape as size()"
     kinds = (cst.Attribute, cst.Subscript)
 
     def respelled(
@@ -258,10 +224,6 @@ def _index(node: cst.CSTNode) -> cst.BaseExpression | None:
 class SizeAsShape(Expressions[cst.Call]):
     """`x.size(0)` → `x.shape[0]`, `x.size()` → `x.shape`."""
 
-    name = "size_as_shape"
-    summary = "size() as shape"
-    kinds = (cst.Call,)
-
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         receiver = _receiver(original, "size")
         if receiver is None or len(original.args) > 1 or any(a.keyword is not None for a in original.args):
@@ -276,8 +238,6 @@ class SizeAsShape(Expressions[cst.Call]):
 class NoneAsUnsqueeze(Expressions[cst.Subscript]):
     """`x[:, None]` → `x.unsqueeze(1)`, `x[..., None]` → `x.unsqueeze(-1)`."""
 
-    name = "none_as_unsqueeze"
-    summary = "indexing with None as unsqueeze"
     kinds = (cst.Subscript,)
 
     def respelled(self, original: cst.Subscript, updated: cst.Subscript) -> cst.BaseExpression | None:
@@ -300,10 +260,6 @@ class NoneAsUnsqueeze(Expressions[cst.Subscript]):
 
 class UnsqueezeAsNone(Expressions[cst.Call]):
     """`x.unsqueeze(1)` → `x[:, None]`, `x.unsqueeze(-1)` → `x[..., None]`."""
-
-    name = "unsqueeze_as_none"
-    summary = "unsqueeze as indexing with None"
-    kinds = (cst.Call,)
 
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         receiver = _receiver(original, "unsqueeze")

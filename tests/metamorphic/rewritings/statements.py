@@ -123,18 +123,12 @@ def _lines_of(
 class IntroduceTemporaries(_Temporaries):
     """`f(g(x) * h(x))` → `a = g(x)`, `b = h(x)`, `f(a * b)`: every call that is an operand or an argument."""
 
-    name = "introduce_temporaries"
-    summary = "calls within expressions kept in locals first"
-
     def wanted(self, node: cst.Call, above: dict[int, cst.CSTNode]) -> bool:
         return not _is_receiver(node, above)
 
 
 class SplitChains(_Temporaries):
     """`f(x).view(s).transpose(1, 2)` → `a = f(x)`, `b = a.view(s)`, `b.transpose(1, 2)`, and other nested calls."""
-
-    name = "split_chains"
-    summary = "chains of methods split into locals"
 
     def wanted(self, node: cst.Call, above: dict[int, cst.CSTNode]) -> bool:
         return True
@@ -146,9 +140,6 @@ def _is_receiver(node: cst.CSTNode, above: dict[int, cst.CSTNode]) -> bool:
 
 class InlineTemporaries(Blocks):
     """`a = g(x)`, `y = f(a)` → `y = f(g(x))`, where nothing else reads `a` and nothing is evaluated before it."""
-
-    name = "inline_temporaries"
-    summary = "locals that the next statement alone reads, inlined"
 
     def respelled(
         self, body: list[cst.BaseStatement], original: cst.IndentedBlock, function: cst.FunctionDef
@@ -205,9 +196,6 @@ def _counts(function: cst.FunctionDef) -> dict[str, int]:
 class ReorderStatements(Blocks):
     """`a = f(x)`, `b = g(x)` → `b = g(x)`, `a = f(x)`, for neighbours that are pure and independent."""
 
-    name = "reorder_statements"
-    summary = "neighbouring independent assignments swapped"
-
     def respelled(
         self, body: list[cst.BaseStatement], original: cst.IndentedBlock, function: cst.FunctionDef
     ) -> list[cst.BaseStatement]:
@@ -232,9 +220,6 @@ class ReorderStatements(Blocks):
 
 class SplitTuples(Blocks):
     """`a, b = f(x), g(x)` → `a = f(x)`, `b = g(x)`; `a = b = x` → `b = x`, `a = b`."""
-
-    name = "split_tuples"
-    summary = "tuple assignments and chained ones as several"
 
     def respelled(
         self, body: list[cst.BaseStatement], original: cst.IndentedBlock, function: cst.FunctionDef
@@ -272,9 +257,6 @@ def _pairs(statement: cst.BaseStatement) -> list[tuple[str, cst.BaseExpression]]
 
 class JoinAssignments(Blocks):
     """`a = f(x)`, `b = g(x)` → `a, b = f(x), g(x)`, where the second reads nothing of the first."""
-
-    name = "join_assignments"
-    summary = "neighbouring assignments joined into one of a tuple"
 
     def respelled(
         self, body: list[cst.BaseStatement], original: cst.IndentedBlock, function: cst.FunctionDef
