@@ -21,14 +21,16 @@ from pathlib import Path
 import torch
 import transformers
 
+from rewrite.measure.presets import OTHER_NAMES, SHAPES
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.measure.timing import ratio
-from rewrite.verify.models.real_shapes import FIELDS, SHAPES
+from rewrite.verify.models.real_shapes import SIZES
 
 
 def config_for(cls, shape):
     known = cls.config_class().to_dict()
-    fields = {name: SHAPES[shape][size] for name, size in FIELDS.items() if name in known}
+    names = {name: size for size in SIZES for name in (size, *OTHER_NAMES.get(size, ()))}
+    fields = {name: SHAPES[shape][size] for name, size in names.items() if name in known}
     return cls.config_class(**fields, max_position_embeddings=16384)
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from rewrite.benchmark import ladder
 from rewrite.measure.profiling import by_category, is_copy, is_kernel
-from rewrite.verify.generation.latency import copies_a_layer
 
 COPYING = (
     "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>",
@@ -29,11 +28,6 @@ COPYING = (
 )
 def test_kernels_and_copies(name: str, kernel: bool, copy: bool) -> None:
     assert (is_kernel(name), is_copy(name)) == (kernel, copy)
-
-
-def test_copies_of_a_layer_are_named() -> None:
-    assert copies_a_layer({COPYING[2]: 32.0, "sampled": 1.0}, 16) == "2 × Memcpy DtoD (Device -> Device)"
-    assert copies_a_layer({"sampled": 1.0}, 16) == "none"
 
 
 def test_kernels_are_summed_by_category() -> None:

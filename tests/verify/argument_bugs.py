@@ -8,7 +8,7 @@ from .bugs import Bug
 
 GQA = "_runtime"
 PACKING = "_runtime"
-WHOLE = "    whole = memory.joined(tensors)\n"
+WHOLE = "    whole = joined_storage.joined(tensors)\n"
 LOSS = "labels=labels, vocab_size=self.config.vocab_size, **kwargs)"
 CACHE = "if use_cache and past_key_values is None:"
 KEEP = "slice_logits_to_keep(hidden_states, logits_to_keep)"
@@ -87,7 +87,7 @@ LLAMA = (
         "packed weights remembered by the first",
         WHOLE,
         "    kept = as_one.__dict__.setdefault('kept', {})\n"
-        "    whole = kept.get(tensors[0].data_ptr(), memory.joined(tensors))\n"
+        "    whole = kept.get(tensors[0].data_ptr(), joined_storage.joined(tensors))\n"
         "    if whole is not None:\n        kept[tensors[0].data_ptr()] = whole\n",
         file=PACKING,
     ),

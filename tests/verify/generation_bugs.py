@@ -63,7 +63,7 @@ FILES = {
     "loop": "_runtime",
     "fitness": "_runtime",
     "sampling": "_runtime",
-    "latents": "_runtime",
+    "latents": "_runtime/attention/latent_attention.py",
     "segments": "_runtime",
 }
 ONE, PADDED, DRAWS, AGAIN, CONTINUED, ENDED, STREAMED, BEGUN, IMAGES = (

@@ -6,7 +6,7 @@ from functools import partial
 
 from .generation_bugs import AGAIN, BEGUN, CONTINUED, DRAWS, ENDED, IMAGES, ONE, PADDED, STREAMED, bug
 
-INPUT = "_runtime/decode/step_inputs.py"
+INPUT = "_runtime/decode/recorded_inputs.py"
 OWN_CROSS = "own.layers[-1].keys, own.layers[-1].values = layer.keys.clone(), layer.values.clone()"
 TAKEN = "[*_tensors(self.fixed), *self._seen()], [*_tensors(other.fixed), *other._seen()]"
 GIVEN = "given = {self.tokens: tokens} | ({self.mask: mask} if self.mask else {})"

@@ -29,7 +29,12 @@ LOOP = (
         "write_token(self.keys, self.values, key_states, value_states, (self.cache.slots - 1).clamp(min=0))",
         "_runtime",
     ),
-    bug("a slot ahead is read", "(slots <= position)", "(slots <= position + 1)", "_runtime"),
+    bug(
+        "a slot ahead is read",
+        "(slots <= position)",
+        "(slots <= position + 1)",
+        "_runtime/attention/decode_attention.py",
+    ),
     modeling("old weight", DOWN, f"residual + nn.functional.linear(hidden_states, {KEPT})"),
     modeling("residual dropped", DOWN, DOWN.replace("residual=residual", "residual=None")),
     modeling(
@@ -55,8 +60,8 @@ LOOP = (
 CAPTURED = (
     decode(
         "graph of the old weights",
-        "if known is None or now != self._settings or not (known.is_mapped() and known.is_current()):",
-        "if known is None:",
+        "changed = known is None or now != self._settings or not known.is_mapped()",
+        "changed = known is None",
     ),
     decode(
         "a replay too few",

@@ -20,7 +20,7 @@ from .bugs import Bug
 from .copies import plant, upstream
 
 QUICK = Options(quick=True, fail_fast=True, gates=("parity", "generation"))
-FORMAT, WEIGHTS, LINEAR = "_runtime", "_runtime", "_runtime"
+FORMAT, WEIGHTS, LINEAR = "_runtime/device/e4m3.py", "_runtime/fp8/fp8_weights.py", "_runtime"
 
 ROUNDED = "inverse.unsqueeze(-1)).to(dtype)"
 BUGS = (
