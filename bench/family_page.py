@@ -125,7 +125,7 @@ def readme(rows: Mapping[str, Row]) -> str:
 def _reason(reason: str) -> str:
     """Return in words why a call had no graph; the rows have the short name of some reasons."""
     said = reasons().get(reason, {})
-    return said.get("decode", reason.removeprefix("no: "))
+    return said.get("generate", reason.removeprefix("no: "))
 
 
 def _surroundings(rows: Sequence[Row]) -> dict[str, str]:

@@ -66,7 +66,7 @@ def test_the_prefix_repeats_where_image_and_text_stay(plan: Plan) -> None:
 def test_a_captured_call_has_the_whole_loop(models: Models) -> None:
     ours = models.ours
     ours._forward_without_graph = True
-    switch, store = (part_of(ours, f"forward/{name}") for name in ("switch", "store"))
+    switch, store = (part_of(ours, f"forward/{name}") for name in ("forward_settings", "forward_cache"))
     assert switch is not None
     assert store is not None
     with torch.no_grad(), switch.use_forward_graphs("always"):

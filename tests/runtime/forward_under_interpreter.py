@@ -32,7 +32,7 @@ def main(package: Path, file: str, name: str) -> None:
     theirs = sharing(original, ours)
     given = forward_speed.arguments(ours, 2, 11, "cpu")
     rewritten._forward_without_graph = True
-    files = [runtime_part(str(module.__package__), f"products/{name}") for name in ("chain_text", "chain_rows")]
+    files = [runtime_part(str(module.__package__), f"lazy/{name}") for name in ("fusion_text", "fusion_rows")]
     kernels, launch = [0], files[0].launch_text
 
     def counted(*arguments: Any) -> None:

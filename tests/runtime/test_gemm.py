@@ -390,4 +390,4 @@ def test_aiter_s_order_is_used_once_proven(knows: bool, monkeypatch: pytest.Monk
     for _ in range(2):
         torch.testing.assert_close(routed_linear(x, module), module(x), atol=0.02, rtol=0.0)
     assert gemm.counts() == {"preshuffled" if knows else "vendor": 2}
-    assert backend.fallbacks() == ({} if knows else {("aiter.aiter_gemm", "differs"): 2})
+    assert backend.fallbacks() == ({} if knows else {("aiter.gemm", "differs"): 2})

@@ -92,11 +92,11 @@ UNGUARDED = {
     "carried/carried.written_by_the_model": ("validator", "Validator", "_look_for_changes"),
     "carried/carried.never_forgotten_in_a_dictionary": ("changes", "Before", "put_back"),
     "carried/carried.never_forgotten_in_place_of_a_buffer": ("changes", "Before", "put_back"),
-    "carried/carried.read_of_the_prompt": ("changes", "Kept", "is_read"),
-    "carried/carried.read_of_the_length_of_the_prompt": ("changes", "Kept", "is_read"),
-    "carried/carried.harmless": ("carried", "CarriedStates", "advance"),
-    "carried/handed.harmless": ("carried", "CarriedStates", "advance"),
-    "carried/handed.by_the_class_in_another_form": ("fitness", "", "are_handed_on"),
+    "carried/carried.read_of_the_prompt": ("side_effects", "Kept", "is_read"),
+    "carried/carried.read_of_the_length_of_the_prompt": ("side_effects", "Kept", "is_read"),
+    "carried/carried.harmless": ("recurrent_state", "CarriedStates", "advance"),
+    "carried/handed.harmless": ("recurrent_state", "CarriedStates", "advance"),
+    "carried/handed.by_the_class_in_another_form": ("eligibility", "", "are_handed_on"),
 }
 """What stands between a text and a wrong answer, and is taken away here."""
 

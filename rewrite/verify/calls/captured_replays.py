@@ -52,7 +52,7 @@ def _captured(bench: Workbench) -> Mapping[str, Figure]:
         setattr(pair.rewritten, SWITCH, True)
     origin = next(base.__module__ for base in type(pair.rewritten).__mro__ if SWITCH in vars(base))
     room = origin.rpartition(".")[0]
-    switch, store = (importlib.import_module(f"{room}.{name}") for name in ("switch", "store"))
+    switch, store = (importlib.import_module(f"{room}.{name}") for name in ("forward_settings", "forward_cache"))
     maximum = "fp64 max" if dtype == "float64" else "fp32 max"
     figures: dict[str, Figure] = {}
     with switch.use_forward_graphs("always"):
