@@ -83,7 +83,7 @@ def test_experts_wider_than_a_block(device: torch.device, monkeypatch: pytest.Mo
     dtype = KERNEL_DTYPES[-1] if not INTERPRETED else torch.float32
     mine = lambda x, w, gate_up, down: trained.trained_experts(x, index, w, gate_up, down, "silu")
     whole = gradients(mine, [x.to(dtype) for x in inputs])
-    monkeypatch.setattr(trained.rows, "tile", lambda size, count: (2, 16, 1))
+    monkeypatch.setattr(trained.row_tiles, "tile", lambda size, count: (2, 16, 1))
     for walked, at_once in zip(gradients(mine, [x.to(dtype) for x in inputs]), whole, strict=True):
         assert_same_gradient(at_once, walked)
 
