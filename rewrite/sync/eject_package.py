@@ -14,7 +14,7 @@ from rewrite.package.assemble import INIT
 
 _GUARD = m.With(items=[m.WithItem(item=m.Call(func=m.Attribute(attr=m.Name("made_from")) | m.Name("made_from")))])
 _NAMES = {"made_from"}
-_FOLDER = f"{VENDORED}/origin/"
+_FOLDER = f"{VENDORED}/compat/"
 
 
 def unguarded(files: Mapping[str, bytes], folder: Path) -> dict[str, bytes]:

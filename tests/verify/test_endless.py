@@ -70,7 +70,7 @@ def test_a_decode_loop_without_progress_is_a_failed_check(package: Path, tmp_pat
     verdict = verify(upstream("llama"), copy, options)
     assert verdict.exit_code == 1
     assert f"gate 4 (generation): {LOOKED_UP}: it does not end" in verdict.reason
-    assert "run (decode/" in verdict.reason
+    assert "run (speculative/" in verdict.reason
     assert verdict.divergence is None, "what does not end was run again"
 
 
