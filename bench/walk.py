@@ -27,7 +27,7 @@ from pathlib import Path
 from screens import COLUMNS, Screen, run
 
 ROOT = Path(__file__).parents[1]
-OLD, NEW = "5.17.0", "5.23.0"
+OLD, NEW = "5.17.0", "5.24.0"
 PACKAGE, SECOND = "optimized_llama", "optimized_qwen3"
 FILE = f"{PACKAGE}/modeling_llama.py"
 GENERATED = "logits = linear(hidden_states[:, slice_indices, :], self.lm_head)"
@@ -190,7 +190,9 @@ def install(walk: Walk) -> None:
     with checkout(walk, "HEAD") as tool:
         extra = "[verify]" if re.search(r"^verify = ", (tool / "pyproject.toml").read_text(), re.M) else ""
         walk.install("hf-rewrite", str(tool), venv="lean")
-        walk.install(f"hf-rewrite{extra} transformers=={OLD}", f"{tool}{extra}", f"transformers=={OLD}")
+        walk.install(
+            f"hf-rewrite{extra} transformers=={OLD}", f"{tool}/runtime", f"{tool}{extra}", f"transformers=={OLD}"
+        )
     rows = [
         ("`pip install hf-rewrite`", walk.pip["hf-rewrite"], megabytes(walk.home / "lean")),
         (f"`pip install 'hf-rewrite{extra}' transformers=={OLD}`", list(walk.pip.values())[-1],
@@ -261,7 +263,7 @@ def intend(walk: Walk) -> None:
     walk.step(f'rewrite accept {PACKAGE} --quick --reason "{REASON}"', shows=["accepted.json"])
     walk.step("rewrite check", shows=["up to date"])
     walk.step(f"rewrite diff {PACKAGE} --format markdown | head -n 40", shows=[REASON])
-    walk.step("git add . && git commit -qm 'transformers 5.23' && git show --stat=80 --format=%s | tail -n 1")
+    walk.step(f"git add . && git commit -qm 'transformers {NEW}' && git show --stat=80 --format=%s | tail -n 1")
 
 
 def leave(walk: Walk) -> None:
