@@ -13,8 +13,6 @@ from rewrite.delivery.json_report import envelope
 from rewrite.errors import NotASweep
 from rewrite.sweep.sweep_row import ClassRow, Row
 
-_COLUMNS = ("file", "sites", "skipped", "imported", "classes that pass", "not run", "gates of the causal LM")
-
 
 @dataclass(frozen=True)
 class Report:

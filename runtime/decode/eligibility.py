@@ -200,7 +200,7 @@ def assists(assistant: Any, model: Any, without_graph: bool) -> bool:
 
 
 def lookup_of(model: Any, call: Call, assistant: Any = None) -> Lookup | str:
-    """Return how a call drafts tokens, or why the loop here does not, a key of `reasons.REASONS`.
+    """Return how a call drafts tokens, or why the loop here does not, a key of `loop_reasons.REASONS`.
 
     Args:
         model: of the call.
@@ -251,14 +251,14 @@ def has_own_inputs(model: Any, call: Call) -> bool:
 def unsupported_reason(
     model: Any, call: Call, without_graph: bool, ranks: Any = None, fits: bool = False
 ) -> str | None:
-    """Return why `call` cannot take the graph's loop, a key of `reasons.REASONS`; None if it can try.
+    """Return why `call` cannot take the graph's loop, a key of `loop_reasons.REASONS`; None if it can try.
 
     Args:
         model: a model for generation, whose modules hold this rank's tensors if there are several ranks.
         call: its arguments.
         without_graph: whether a CPU will do.
-        ranks: the `Ranks` that share the model; why they cannot go on, a key of `reasons.REASONS`; None for a model
-            that is not dealt.
+        ranks: the `Ranks` that share the model; why they cannot go on, a key of `loop_reasons.REASONS`; None for a
+            model that is not dealt.
         fits: whether the modules were looked through, as they are now.
     """
     if isinstance(ranks, str):

@@ -51,7 +51,7 @@ class GraphStore:
         self._settings: Hashable = None
         self._snapshot: Snapshot | None = None
         self._left: frozenset[str] = frozenset()
-        """Attributes that the model's code leaves on modules: whether a step reads one, `changes.Kept` asks."""
+        """Attributes that the model's code leaves on modules: whether a step reads one, `side_effects.Kept` asks."""
         self._left_values: list[Any] = []
         self._idle: torch.cuda.Event | None = None
         self.graphs: OrderedDict[tuple[int, int], DecodeGraph] = OrderedDict()
@@ -142,7 +142,7 @@ class GraphStore:
         known, now = self._snapshot, settings()
         changed = known is None or now != self._settings or not known.is_mapped()
         if known is not None and not changed and not known.is_current():
-            # What prepares a call may put a tensor on the model; whether a step reads that is for `changes.Kept`.
+            # What prepares a call may put a tensor on the model; whether a step reads that is for `side_effects.Kept`.
             left = known.replaced_tensors()
             self._left |= left
             changed = not left
@@ -153,7 +153,7 @@ class GraphStore:
             self._know(model)
         elif self._left and self._read_left(model) != self._left_values:
             for graph in self.graphs.values():
-                graph.prompts.clear()  # which may have read it; of steps, `changes.Kept` knows
+                graph.prompts.clear()  # which may have read it; of steps, `side_effects.Kept` knows
         for graph in [graph for graph in self.graphs.values() if graph.cache.has_old_tables]:
             self.drop(graph)
 

@@ -18,7 +18,7 @@ class Plan:
     """How a call runs on every rank."""
 
     reason: str | None
-    """Why the loop cannot take it, a key of `reasons.REASONS`."""
+    """Why the loop cannot take it, a key of `loop_reasons.REASONS`."""
     streams: bool
     """Whether tokens are wanted soon, here or on another rank."""
     keeps_cache: bool

@@ -24,7 +24,7 @@ class StepRefused(RuntimeError):
     """A step that no graph may take."""
 
     reason: ClassVar[str]
-    """A key of `reasons.REASONS`."""
+    """A key of `loop_reasons.REASONS`."""
     changes: Any = None
     """`Changes` of the model that the step has made."""
 

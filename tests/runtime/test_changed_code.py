@@ -366,7 +366,7 @@ PLANTED: dict[str, tuple[str, str, str, Any, list[str]]] = {
     ),
     "attributes are not compared": (
         "guards/snapshot", "Snapshot", "is_current", lambda self: self.code.is_current(),
-        ["a value of the configuration that was not there"],  # of modules, `changes.Kept` knows as well
+        ["a value of the configuration that was not there"],  # of modules, `side_effects.Kept` knows as well
     ),
     "addresses are not compared": (
         "guards/snapshot", "Snapshot", "is_mapped", lambda self: True, ["where weights lie"],

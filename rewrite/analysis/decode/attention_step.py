@@ -50,7 +50,6 @@ PARAMETERS = {**BLOCK_PARAMETERS, "position_embeddings": f"{TABLES} | None", CAC
 CACHE_PARAMETER = Term("parameter", (), CACHE)
 MASK = "attention_mask"
 
-_LOCALS = ("is_sliding",)
 _SIGNATURE = ("module", "query", "key", "value", MASK)
 """What every attention function takes first."""
 

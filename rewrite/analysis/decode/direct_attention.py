@@ -15,7 +15,6 @@ NUMBERS = ("attribute", "constant", "pow", "mul", "div", "add", "neg")
 """What a scale is made of that is surely a number of the host's, as torch takes it."""
 _EVERY = Term("slice", (NONE, NONE, NONE))
 _ONE, _TRUE, _FALSE = constant(1), Term("name", (), "True"), Term("name", (), "False")
-_SHAPES = ((1, 2), (2, 1))
 _LENGTH = (constant(-2), constant(2))
 
 
