@@ -78,7 +78,7 @@ def compile_for(
         progress: told of every kernel.
 
     Raises:
-        RewriteError: the process of a card failed.
+        RewriteError: the process of a card failed, or compiled nothing.
     """
     made: dict[str, list[str]] = {}
     kernels = (plan.package if plan.ship else card_tables.folder()) / card_tables.KERNELS
@@ -86,7 +86,9 @@ def compile_for(
         for card in cards_of(target):
             with tempfile.TemporaryDirectory() as cache:
                 found = [*_compiled(plan, card, Path(cache), progress)]
-                arch = found[0][1] if target == HERE and found else card.arch
+                if not found:
+                    raise _failed(plan, card, "its prompts and steps launch none")
+                arch = found[0][1] if target == HERE else card.arch
                 names = [name for name, _ in found]
                 folder = to or kernels / name_for(arch, importlib.metadata.version("triton"))
                 folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +126,11 @@ def _compiled(plan: Ahead, card: Card, cache: Path, progress: Callable[[str], No
         if process.returncode:
             said.seek(0)
             why = (said.read().strip().splitlines() or ["no word"])[-1]
-            raise RewriteError(f"the kernels of {plan.package} could not be compiled for {card.name}: {why}")
+            raise _failed(plan, card, why)
+
+
+def _failed(plan: Ahead, card: Card, why: str) -> RewriteError:
+    return RewriteError(f"the kernels of {plan.package} could not be compiled for {card.name}: {why}")
 
 
 def _building(folder: Path) -> dict[str, str]:

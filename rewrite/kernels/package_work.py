@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_rewrite_runtime.launching.precompiled import GROUP
 from rewrite.errors import VerificationError
 from rewrite.measure.runtime_part import runtime_part
 
@@ -74,7 +75,7 @@ def work(
         compiled = job()
         if target.backend == "cuda":
             _build_launcher(compiled)
-        name = job.kernel.jit_function.__name__.strip("_").removesuffix("_kernel")
+        name = _name_of(job.kernel.jit_function.__name__)
         print(MARK + json.dumps([name, target.arch, number + 1, len(jobs)]), flush=True)
 
 
@@ -98,10 +99,19 @@ def _work_here(
                 graph.program(greedy)
             graph.release()
     arch = runtime_part(runtime, "launching/launch").target(torch.cuda.current_device()).arch
-    files = sorted(Path(os.environ["TRITON_CACHE_DIR"]).glob("*/[!_]*.json"))
-    for number, file in enumerate(files):
-        name = file.stem.strip("_").removesuffix("_kernel")
-        print(MARK + json.dumps([name, arch, number + 1, len(files)]), flush=True)
+    names = names_in(Path(os.environ["TRITON_CACHE_DIR"]))
+    for number, name in enumerate(names):
+        print(MARK + json.dumps([name, arch, number + 1, len(names)]), flush=True)
+
+
+def names_in(cache: Path) -> list[str]:
+    """Return the name of each kernel in a cache on disk of Triton's, once for each of its variants."""
+    return [_name_of(group.stem.removeprefix(GROUP)) for group in sorted(cache.glob(f"*/{GROUP}*.json"))]
+
+
+def _name_of(function: str) -> str:
+    """Return the name that is told of a kernel, by that of its function, `_rms_norm_kernel`."""
+    return function.strip("_").removesuffix("_kernel")
 
 
 def _subject(package: str, original: str | None) -> Any:

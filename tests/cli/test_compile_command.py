@@ -16,7 +16,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 from hf_rewrite_runtime.launching import card_tables, launch, precompiled
 from rewrite.errors import RewriteError
-from rewrite.kernels import ahead
+from rewrite.kernels import ahead, package_work
 from rewrite.kernels.package_work import shortened
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
@@ -109,8 +109,11 @@ def test_into_a_cache_of_triton(package: Path, tmp_path: Path) -> None:
     LlamaConfig(**sizes, vocab_size=128, eos_token_id=[3, 4]).save_pretrained(tmp_path / "checkpoint")
     asked = ("compile", str(package), "--target", "H200", "--weights", str(tmp_path / "checkpoint"))
     before = sorted(package.rglob("*"))
-    assert rewrite(*asked, "--context", "256", "--cache", str(cache)).code == 0
+    shown = rewrite(*asked, "--context", "256", "--cache", str(cache), "--json", "-")
+    assert shown.code == 0, shown.err
     assert sorted(package.rglob("*")) == before
+    ((_, names),) = json.loads(shown.out)["folders"].items()
+    assert sorted(package_work.names_in(cache)) == sorted(names)  # as they are read where a GPU has compiled them
     groups = list(cache.glob("*/__grp__*.json"))
     assert groups
     for group in groups:
@@ -130,6 +133,22 @@ def test_what_it_wants_to_be_told(package: Path, monkeypatch: pytest.MonkeyPatch
     shown = rewrite("compile", str(package), "--target", "H100", "--shape", "tiny")
     assert shown.code == 1
     assert "could not be compiled for H100: no word" in shown.err
+
+
+@needs_triton
+def test_a_folder_is_named_for_the_chip_that_was_found(
+    package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("REWRITE_TABLES", str(tmp_path))
+    found: list[tuple[str, str]] = []
+    monkeypatch.setattr(ahead, "_compiled", lambda *given: iter(found))
+    shown = rewrite("compile", str(package), "--shape", "tiny")
+    assert shown.code == 1
+    assert "could not be compiled for this GPU: its prompts and steps launch none" in shown.err
+    assert not list(tmp_path.iterdir())
+    found += [("rms_norm", "sm_103")]
+    assert rewrite("compile", str(package), "--shape", "tiny").code == 0
+    assert [path.name.split("-")[0] for path in (tmp_path / "kernels").iterdir()] == ["sm_103"]
 
 
 @needs_triton
