@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -68,6 +69,23 @@ def index_of(device: torch.device) -> int:
     return device.index if device.index is not None else torch.cuda.current_device()
 
 
+@contextlib.contextmanager
+def _keeping_garbage() -> Iterator[None]:
+    """Collect no cycles: a graph among them, of a model that is gone, cannot be destroyed during another's capture.
+
+    Torch 2.11 tries it, CUDA refuses, and the capture is invalid.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_keeping_garbage()
 def _capture(run: Callable[[], None], pool: Any, index: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     counters = split_k_semaphores.new(torch.device("cuda", index))
