@@ -104,8 +104,6 @@ class PromptGraph:
         self.run()
         if self._reading is not None:
             self.run()
-        if self._reading is not None:
-            self.run()
 
     def read(self, input_ids: Tensor) -> Tensor:
         """Read `[B, n]` into the empty cache and return the logits `[B, V]` that follow; the next read reuses them."""
