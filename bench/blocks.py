@@ -246,7 +246,7 @@ def fp8_tiles() -> None:
     from hf_rewrite_runtime.launching.launch import processors
     from hf_rewrite_runtime.linear import block_linear, block_rows, linear
     from hf_rewrite_runtime.linear.blocks import Blocks
-    from hf_rewrite_runtime.linear.prologue import Prologue
+    from hf_rewrite_runtime.norms.norm_form import Prologue
 
     device, copies = "cuda", 8
     for name, rows, cols, kind in (

@@ -27,10 +27,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, Mixtral
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeSparseMoeBlock
 
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.linear.prologue import Prologue
 from hf_rewrite_runtime.moe import experts
 from hf_rewrite_runtime.moe.experts import fused_experts
 from hf_rewrite_runtime.moe.router import RoutingRule, router
+from hf_rewrite_runtime.norms.rms_norm import rms_norm
 
 DEVICE = "cuda"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 512)
@@ -83,7 +83,8 @@ def layers(model: str, count: int) -> list[Layer]:
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
         made.append(layer)
     norm, gate = type(made[0].norm), type(made[0].block.gate)
-    described_norm = type(norm.__name__, (norm,), {"prologue": lambda s: Prologue(s.weight, s.variance_epsilon)})
+    forward = {"forward": lambda s, x: rms_norm(x, s.weight, s.variance_epsilon)}
+    described_norm = type(norm.__name__, (norm,), forward)
     described_gate = type(gate.__name__, (gate,), {"rule": rule})
     for layer in made:
         layer.norm.__class__, layer.block.gate.__class__ = described_norm, described_gate

@@ -279,7 +279,7 @@ def tiles(models: Models, rows: int, stop: float) -> dict[str, Any]:
 
     step, launch, runtime = models.runtime["fp8.fp8_gemv"], models.runtime["launching.launch"], models.runtime
     layers = models.fp8.model.layers
-    norm = layers[0].input_layernorm.prologue()
+    norm = runtime["norms.norm_form"].norm_form(layers[0].input_layernorm)
     copies = runtime["fp8.fp8_weights"]._copies
     found: dict[str, Any] = {}
     groups = {

@@ -284,12 +284,12 @@ class OutputBusy(RewriteError):
 
 
 class EditsBroken(RewriteError):
-    """The merged text would not work with the new original, so it was not put in place."""
+    """The user's text, or what a merge makes of it, would not work, so nothing was put in place."""
 
     def __init__(self, folder: object, name: str, problems: Sequence[str]):
         super().__init__(
-            f"{folder}/{name} was left as it is: with your edits merged into the new text, {'; '.join(problems)}. "
-            "Change the edit, then sync again."
+            f"{folder}/{name} was left as it is: with your edits, {'; '.join(problems)}. "
+            "Change the edit, then try again."
         )
 
 

@@ -52,6 +52,7 @@ class Offer:
 OFFERS = (
     Offer("attend_step", "attention/attend_step", shapes="[B, H, 1, D] -> [B, 1, H, Dv]"),
     Offer("decode_attention", "attention/decode_attention", shapes="[B, H, 1, D] -> [B, 1, H Dv]"),
+    Offer("cached_attention", "attention/cached_attention", shapes="an attention function of transformers -> one"),
     Offer("latent_attention", "attention/latent_attention", shapes="[B, 1, I] -> [B, 1, H V]"),
     Offer(
         "grouped_attention",
@@ -66,6 +67,12 @@ OFFERS = (
         step="decode_attention",
     ),
     Offer("qkv_step", "rope/qkv_step", shapes="[B, 1, I] -> [B, H, 1, D]", fp8="fp8_qkv_step"),
+    Offer(
+        "qkv_rope_cache",
+        "rope/qkv_rope_cache",
+        shapes="[B, S, I] -> [B, H, S, D], 2 × [B, Hk, T, D]",
+        fp8="fp8_qkv_rope_cache",
+    ),
     Offer("projected_step", "rope/qkv_step", shapes="[B, 1, (H + 2 Hk) D] -> [B, H, 1, D]"),
     Offer("rotary", "rope/rotary", shapes="[B, H, S, D], [B, Hk, S, D] -> the same", step="qkv_step"),
     Offer("rotary_single", "rope/rotary", shapes="[B, H, S, D] -> [B, H, S, D]", step="qkv_step"),
@@ -98,6 +105,7 @@ OFFERS = (
     Offer("fp8_gated_product", "fp8/fp8_linear", shapes="[N, I], [N, I] -> [N, O]"),
     Offer("fp8_linear", "fp8/fp8_linear", shapes="[N, I] -> [N, O]"),
     Offer("fp8_packed_linear", "fp8/fp8_linear", shapes="[N, I] -> ([N, O_i], …)"),
+    Offer("fp8_qkv_rope_cache", "fp8/fp8_qkv_rope_cache", shapes="[B, S, I] -> [B, H, S, D], 2 × [B, Hk, T, D]"),
     Offer("fp8_qkv_step", "fp8/fp8_qkv_step", shapes="[B, 1, I] -> [B, H, 1, D]"),
     Offer(
         "head_logits",
@@ -183,6 +191,7 @@ def routed_packed_linear(input, *projections):
 """,
     ),
     Offer("gated_linear", "linear/linear", shapes="[N, I] -> [N, O]", fp8="fp8_gated_linear"),
+    Offer("residual_block", "linear/residual_block", shapes="[B, S, H] -> [B, S, H]"),
     Offer("linear", "linear/linear", shapes="[N, I] -> [N, O]", fp8="fp8_linear"),
     Offer("packed_step", "linear/packed_gemv", shapes="[N, I] -> [N, O_1], [N, O_2], …"),
     Offer(
@@ -205,5 +214,4 @@ def patch_product(input, convolution):
     return convolution(input)
 """,
     ),
-    Offer("Prologue", "linear/prologue"),
 )

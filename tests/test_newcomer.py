@@ -150,7 +150,8 @@ def test_the_kernel_is_as_exact_as_its_reference(copy: Path) -> None:
 
 @pytest.mark.slow
 def test_a_package_imports_the_operator(copy: Path) -> None:
-    run(copy, "-m", "rewrite.cli", "qwen3", "--out", "package", "--no-verify")
+    # decode_layers would take norm and rotation into its own operator
+    run(copy, "-m", "rewrite.cli", "qwen3", "--out", "package", "--no-verify", "--skip", "decode_layers")
     text = (copy / "package" / "modeling_qwen3.py").read_text()
     assert "from hf_rewrite_runtime.attention.norm_rotary import norm_rotary" in text
     assert " = norm_rotary(" in text

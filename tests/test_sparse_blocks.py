@@ -1,4 +1,4 @@
-"""Sparse blocks of the installed transformers: `decode_residual(x, norm, residual)` is `residual + block(norm(x))`."""
+"""Sparse blocks of the installed transformers: `block(x, norm=n, residual=r)` is `r + block(n(x))`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def inputs() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("model", BLOCKS)
-def test_decode_is_the_block_after_the_norm_and_before_the_residual(
+def test_a_block_takes_the_norm_before_it_and_the_residual_behind_it(
     rewritten: Callable[[str], Any], model: str
 ) -> None:
     module = rewritten(model)
@@ -110,12 +110,12 @@ def test_decode_is_the_block_after_the_norm_and_before_the_residual(
     x, residual = inputs()
     norm = Norm()
     backend.reset_fallbacks()
-    got = ours.decode_residual(x, norm, residual)
+    got = only(ours(x, norm=norm, residual=residual))
     assert norm.calls == 1
     assert not {operator for operator, _ in backend.fallbacks()} & {"router", "fused_experts"}
     wanted, lost = residual + only(theirs(norm(x))), SOFTMAX_IN_FP32 if model in OWN_SCORES else BLOCK_IN_FP64
     torch.testing.assert_close(got, wanted, rtol=lost, atol=lost)
-    wrong = ours.decode_residual(x, norm, torch.zeros_like(residual))
+    wrong = only(ours(x, norm=norm, residual=torch.zeros_like(residual)))
     assert not torch.allclose(wrong, wanted)
 
 
@@ -127,7 +127,7 @@ def test_experts_are_chosen_from_the_best_groups(rewritten: Callable[[str], Any]
     theirs, ours = blocks(module, model, n_group=4, topk_group=kept, topk_method="group_limited_greedy")
     x, residual = inputs()
     backend.reset_fallbacks()
-    got = ours.decode_residual(x, Norm(), residual)
+    got = only(ours(x, norm=Norm(), residual=residual))
     too_few = {("router", "grouped_choice"): 1} if kept == 1 else {}  # 2 experts, of which 3 are to be chosen
     assert {key: count for key, count in backend.fallbacks().items() if key[0] == "router"} == too_few
     torch.testing.assert_close(got, residual + theirs(Norm()(x)), rtol=1e-10, atol=1e-10)
@@ -142,7 +142,7 @@ def test_hooks_on_the_router_and_the_experts_are_called(rewritten: Callable[[str
     ours.gate.register_forward_hook(lambda *_: seen.append("router"))
     ours.experts.register_forward_hook(lambda *_: seen.append("experts"))
     backend.reset_fallbacks()
-    got = ours.decode_residual(x, Norm(), residual)
+    got = only(ours(x, norm=Norm(), residual=residual))
     assert seen == ["router", "experts"]
     assert {("router", "observed"), ("fused_experts", "observed")} <= set(backend.fallbacks())
     torch.testing.assert_close(got, residual + theirs(Norm()(x)), rtol=1e-10, atol=1e-10)

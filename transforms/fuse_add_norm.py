@@ -10,14 +10,10 @@ import libcst as cst
 
 from rewrite.analysis.effects import Scope, before, effects_of, union, why_not_move
 from rewrite.analysis.patterns.as_written import is_set_once
-from rewrite.analysis.patterns.norm_patterns import runtime_norm
 from rewrite.analysis.patterns.pairing import fused
 from rewrite.analysis.patterns.residual import Pair, is_fused, norm_classes, pairs
 from rewrite.analysis.tree.module import ClassInfo, Module, walk
-from rewrite.analysis.tree.replacement import call_statement
-from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
-
-_KERNEL = "add_rms_norm"
+from rewrite.transform import Candidate, Found, Numerics, Skip, Transform
 
 
 class FuseAddNorm(Transform):
@@ -26,8 +22,7 @@ class FuseAddNorm(Transform):
     What it does:
         Turns `hidden_states = residual + hidden_states`, `residual = hidden_states` and
         `hidden_states = self.norm(hidden_states)` into one statement that calls `add_norm`, and
-        `self.norm(hidden_states + residual)` into `add_norm(…)[0]`. Norm classes of the file get a
-        method `add_forward`.
+        `self.norm(hidden_states + residual)` into `add_norm(…)[0]`.
 
     Why:
         The norm reads the sum that the add has just written; one kernel keeps it in registers.
@@ -41,13 +36,14 @@ class FuseAddNorm(Transform):
 
     Known limits:
         An add whose sum another module normalises (the last one of a decoder layer) stays: hooks and recorded hidden
-        states see it. In-place adds stay, because other names of the tensor would see the sum.
+        states see it. In-place adds stay, because other names of the tensor would see the sum. Norms and sums that
+        decode_layers hands on to the blocks of a layer are left to those.
     """
 
     name = "fuse_add_norm"
     summary = "A residual add and the norm that follows it become one kernel."
     numerics = Numerics.REORDERED
-    after = ("fuse_layer_norm", "fuse_rms_norm")
+    after = ("decode_layers", "fuse_layer_norm", "fuse_rms_norm")
     reasons: ClassVar[Mapping[str, str]] = {
         "norm_not_fused": "the norm is a class whose computation the runtime does not offer together with an add",
         "unknown_norm": "what is called may be something else than one norm of the sum",
@@ -77,10 +73,7 @@ class FuseAddNorm(Transform):
             return Skip("norm_not_fused", ", ".join(name for name in norms if not is_fused(name, module)))
         if (refused := _refusal(pair, info, module)) is not None:
             return refused
-        edits, uses = _add_forward([module.classes[name] for name in norms if name in module.classes], module)
-        if edits is None:
-            return Skip("name_taken")
-        return Found((*edits, *fused(pair, module)), ("add_norm", *uses))
+        return Found(tuple(fused(pair, module)), ("add_norm",))
 
 
 def _refusal(pair: Pair, info: ClassInfo, module: Module) -> Skip | None:
@@ -145,36 +138,3 @@ def _is_conditional(pair: Pair, module: Module) -> bool:
         if isinstance(above, lazy):
             return True
     return False
-
-
-def _add_forward(classes: list[ClassInfo], module: Module) -> tuple[list[Edit] | None, list[str]]:
-    """Return the edits that give norm classes a method `add_forward`, or None where a name is taken."""
-    edits: list[Edit] = []
-    uses: list[str] = []
-    for info in classes:
-        found = runtime_norm(info, module)
-        if found is None:
-            raise ValueError(f"{info.name} calls no runtime norm")
-        forward, call = found
-        existing = module.method(info, "add_forward")
-        if existing is not None and _KERNEL in module.code(existing):
-            continue
-        if existing is not None:
-            return None, []
-        edits.append(Edit(forward, (forward, _method(call.arguments, module))))
-        uses.append(_KERNEL)
-    return edits, uses
-
-
-def _method(arguments: tuple[str, ...], module: Module) -> cst.FunctionDef:
-    call = call_statement("return ", _KERNEL, ["hidden_states", "residual", *arguments], module)
-    lines = cst.Module([call]).code.rstrip("\n").replace("\n", "\n    ")
-    text = (
-        "def add_forward(self, hidden_states, residual):\n"
-        '    """Returns the norm of `residual + hidden_states` and that sum."""\n'
-        f"    {lines}\n"
-    )
-    method = cst.parse_statement(text, config=module.tree.config_for_parsing)
-    if not isinstance(method, cst.FunctionDef):
-        raise TypeError("not a function")
-    return method.with_changes(leading_lines=[cst.EmptyLine(indent=False)])

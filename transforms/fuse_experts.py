@@ -10,6 +10,19 @@ import libcst.matchers as m
 
 from rewrite.analysis.blocks.mlp_step import NAME, PARAMETERS, mlp_method
 from rewrite.analysis.blocks.own_methods import is_own_method, why_taken
+from rewrite.analysis.blocks.terms import is_number
+from rewrite.analysis.decode.attention_text import augmented_by
+from rewrite.analysis.decode.handed_on import (
+    Block,
+    NotInPlace,
+    check_plain,
+    comments,
+    free,
+    hands_on,
+    mlp_block,
+    taking,
+)
+from rewrite.analysis.decode.mixer_text import bound_by
 from rewrite.analysis.moe.all_experts import EveryExpert, every_expert, every_form
 from rewrite.analysis.moe.mixture import (
     Mixture,
@@ -25,10 +38,13 @@ from rewrite.analysis.terms.computation import NotComputable
 from rewrite.analysis.tree.methods import TENSOR, Method
 from rewrite.analysis.tree.module import ClassInfo, Module, names_in, self_attribute, walk
 from rewrite.analysis.tree.nodes import called_attribute, calls_in, expression, parameters
-from rewrite.analysis.tree.replacement import call_statement, line
+from rewrite.analysis.tree.replacement import call_statement, is_docstring, line
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _NONE = m.Name("None")
+
+
+_ROUTED = m.Call(func=m.Name("router"), args=[m.Arg(), m.Arg(), m.ZeroOrMore()])
 
 
 class FuseExperts(Transform):
@@ -36,9 +52,10 @@ class FuseExperts(Transform):
 
     What it does:
         Calls of experts become `fused_experts(hidden_states, self.experts, index, weights)`: two kernels for a few
-        tokens, the experts themselves for many. A block of router and experts also gets a method
-        `decode_residual(hidden_states, norm, residual)`, which a decoder layer calls in a decode step: norm, router
-        and choice of the experts are two kernels more. Routers get a method `rule` that says what they compute.
+        tokens, the experts themselves for many. A block of router and experts takes a norm and a residual by keyword,
+        and calls `router(hidden_states, self.gate, norm=norm)`: for a few tokens norm, router and choice of the
+        experts are two kernels more. Routers get a method `rule` that says what they compute. A block that returns
+        more than hidden states and weights has a second method for one token, `decode_residual`.
 
     Why:
         transformers sorts the tokens by expert and multiplies group by group, or copies the chosen experts' weights,
@@ -57,13 +74,13 @@ class FuseExperts(Transform):
         rounded as the original rounds them.
 
     Known limits:
-        `decode_residual` is for evaluation: jitter of the router's input is left out. Many tokens (from 32 for
+        Many tokens (from 32 for
         Qwen3-30B-A3B, from 4 for Mixtral 8x7B), the CPU, quantised or sharded experts and hooks call the modules as
         they stand. So do gradients, but for experts in bf16 that take gates first and have no biases.
     """
 
     name = "fuse_experts"
-    summary = "Sparse blocks get a method for one new token: router and experts in four kernels."
+    summary = "Sparse blocks compute a few tokens with four kernels: norm and router, choice, experts."
     numerics = Numerics.REORDERED
     stage = Stage.STEP
     after = ("fuse_gate_up", "fuse_gated_activation")
@@ -79,7 +96,11 @@ class FuseExperts(Transform):
         """Every call of decorated experts, every class that makes one or chooses among modules, and their routers."""
         routers: dict[str, ClassInfo] = {}
         for info in module.classes.values():
-            if NAME not in info.methods and (_reads_experts(info, module) or _chooses_modules(info, module)):
+            if (
+                NAME not in info.methods
+                and not hands_on(info)
+                and (_reads_experts(info, module) or _chooses_modules(info, module))
+            ):
                 yield Candidate(info.node, info.name)
             for attribute, call in _calls(info, module):
                 yield Candidate(call, f"{info.name}.forward", attribute)
@@ -212,7 +233,9 @@ def _routers(info: ClassInfo, module: Module) -> list[ClassInfo]:
     """Return the classes that a block of experts may route with: those it calls that choose the largest."""
     if "forward" not in info.methods or not experts_attributes(info, module):
         return []
-    called = {called_attribute(call) for call in calls_in(info.methods["forward"].body)}
+    calls = list(calls_in(info.methods["forward"].body))
+    called = {called_attribute(call) for call in calls}
+    called |= {self_attribute(call.args[1].value) for call in calls if m.matches(call, _ROUTED)}
     parts = [part for name in sorted(filter(None, called)) for part in classes_of(info, name, module) or []]
     routers = [part for part in parts if "forward" in part.methods and decorator_of(part, module) is None]
     return [part for part in routers if _chooses(part, module)]
@@ -227,7 +250,7 @@ def _chooses(info: ClassInfo, module: Module) -> bool:
 
 def _router(info: ClassInfo, module: Module) -> Found | Skip:
     blocks = [block for block in module.classes.values() if info in _routers(block, module)]
-    if not any(NAME in block.methods for block in blocks):
+    if not any(NAME in block.methods or hands_on(block) for block in blocks):
         return Skip("block_stays", ", ".join(block.name for block in blocks))
     if (taken := why_taken(info, "rule", module)) is not None:
         return Skip("name_taken", taken)
@@ -262,6 +285,10 @@ def _block(info: ClassInfo, module: Module) -> Found | Skip:
             return Skip("name_taken", taken)
     if not found.flat and not all(_has_rule(router, module) for router in routers):
         return Skip("other_block", "the router is given the batch as it stands")
+    try:
+        return _in_place(info, found, module)
+    except NotInPlace:
+        pass  # a method beside its `forward`
     shared = _shared_method(info, found, module)
     method = _method(info, found, shared is not None, module)
     uses = {*method.uses, *(() if shared is None else shared.uses)}
@@ -269,6 +296,141 @@ def _block(info: ClassInfo, module: Module) -> Found | Skip:
     if shared is not None and not _has_decode(info, found, module):
         edits.append(shared.edit(module))
     return Found(tuple(edits), tuple(sorted(uses)))
+
+
+def _in_place(info: ClassInfo, found: Mixture, module: Module) -> Found:
+    """Return the edits of a block that computes all of this in its `forward`.
+
+    Raises:
+        NotInPlace: if something else stands there, too.
+    """
+    forward = free(info, module)
+    heirs = (other for other in module.classes.values() if info.name in other.bases and "forward" not in other.methods)
+    if next(heirs, None) is not None or len(parameters(forward)) != 2:
+        raise NotInPlace("others have the same `forward`")
+    hidden = parameters(forward)[1]
+    returned = [node.value for node in walk(forward.body) if isinstance(node, cst.Return)]
+    if len(returned) != 1:
+        raise NotInPlace("it returns in several places")
+    pair = returned[0] if isinstance(returned[0], cst.Tuple) else None
+    if pair is not None and not _are_weights(pair, found, forward):
+        raise NotInPlace("it returns more than hidden states and weights")
+    if found.scaling is not None and not _is_number(found.scaling, info, module):
+        raise NotInPlace("the experts' sum is multiplied by a tensor")
+    if not _keeps_shape(forward, hidden):
+        raise NotInPlace("it returns another shape than it takes")
+    kept, removed = [], []
+    for one in forward.body.body:
+        if is_docstring(one):
+            kept.append(one)
+        elif _is_for_training(one, hidden):
+            kept.append(_normed_first(one, hidden, module))
+        else:
+            check_plain(one, info, module)
+            removed.append(one)
+    classes = _shared_classes(info, found, module) if found.shared is not None else None
+    shared, handed = [], bool(classes)
+    for part in classes or []:
+        try:
+            shared += [] if hands_on(part) else [mlp_block(part, module)]
+        except NotInPlace:
+            handed = False
+    statements = _statements(hidden, found, handed, ", top_k_weights" * (pair is not None), module)
+    statements[0] = statements[0].with_changes(leading_lines=comments(removed))
+    block = Block(forward, taking(forward, [*kept, *statements], module), ("fused_experts", "router"))
+    blocks = [block, *(shared if handed else [])]
+    edits = tuple(Edit(one.before, (one.after,)) for one in blocks)
+    return Found(edits, tuple(sorted({use for one in blocks for use in one.uses})))
+
+
+def _is_number(text: str, info: ClassInfo, module: Module) -> bool:
+    """Whether an expression is a number: written out, or an attribute that surely is one."""
+    value = cst.parse_expression(text)
+    return m.matches(value, m.Integer() | m.Float()) or is_number(text.removeprefix("self."), info, module)
+
+
+def _keeps_shape(forward: cst.FunctionDef, hidden: str) -> bool:
+    """Whether something is viewed as the hidden states came, if anything is viewed."""
+    shape = m.Attribute(m.Name(hidden), m.Name("shape"))
+    given = [[m.Arg(shape)]]
+    for node in walk(forward.body):
+        if isinstance(node, cst.Assign) and m.matches(node.value, shape):
+            names = [m.Arg() if name == "_" else m.Arg(m.Name(name)) for name in _in_order(node.targets[0].target)]
+            given.append(names)
+    views = [call for call in calls_in(forward.body) if m.matches(call.func, m.Attribute(attr=_VIEWS))]
+    return not views or any(m.matches(call, m.Call(args=args)) for call in views for args in given)
+
+
+_VIEWS = m.Name("view") | m.Name("reshape") | m.Name("flatten")
+
+
+def _in_order(target: cst.BaseExpression) -> list[str]:
+    """Return the names that a target binds, in their order."""
+    if isinstance(target, cst.Name):
+        return [target.value]
+    elements = target.elements if isinstance(target, cst.Tuple) else ()
+    return [element.value.value for element in elements if isinstance(element.value, cst.Name)]
+
+
+def _are_weights(returned: cst.Tuple, found: Mixture, forward: cst.FunctionDef) -> bool:
+    """Whether a block returns the weights that its router gave the experts beside the hidden states."""
+    second = returned.elements[1].value if len(returned.elements) == 2 else None
+    for node in walk(forward.body):
+        if isinstance(node, cst.Assign) and called_attribute(node.value) == found.router:
+            target = node.targets[0].target
+            if isinstance(target, cst.Tuple) and len(target.elements) == 3:
+                return second is not None and target.elements[1].value.deep_equals(second)
+    return False
+
+
+def _is_for_training(statement: cst.CSTNode, hidden: str) -> bool:
+    """Whether a statement changes the hidden states in training and does nothing else."""
+    if not isinstance(statement, cst.If) or statement.orelse is not None:
+        return False
+    training = m.findall(statement.test, m.Attribute(value=m.Name("self"), attr=m.Name("training")))
+    return bool(training) and bound_by(statement) | augmented_by(statement) <= {hidden}
+
+
+def _normed_first(statement: cst.CSTNode, hidden: str, module: Module) -> cst.BaseStatement:
+    """Return a statement that changes the hidden states, behind their norm."""
+    branch = cst.ensure_type(statement, cst.If)
+    normed = cst.parse_statement(
+        f"if norm is not None:\n    {hidden}, norm = norm({hidden}), None\n", config=module.tree.config_for_parsing
+    )
+    return branch.with_changes(body=branch.body.with_changes(body=[normed, *branch.body.body]))
+
+
+def _statements(hidden: str, found: Mixture, handed: bool, besides: str, module: Module) -> list[cst.BaseStatement]:
+    """Return what a block does with its hidden states, the norm in the router and the residual in the experts."""
+    given = [hidden, f"self.{found.router}", *found.given, "norm=norm"]
+    statements: list[cst.BaseStatement] = [
+        call_statement("hidden_states, top_k_weights, top_k_index = ", "router", given, module)
+    ]
+    if found.shared is not None:
+        added = [line(text, module) for text in _shared_statements(found, handed)]
+        statements += [_unless_none(found.shared, added, module)] if found.may_lack_shared else added
+    arguments = ["hidden_states", f"self.{found.experts}", "top_k_index", "top_k_weights", "residual=residual"]
+    arguments += [] if found.scaling is None else [f"scaling={found.scaling}"]
+    return [*statements, call_statement("return ", "fused_experts", arguments, module, suffix=besides)]
+
+
+def _shared_statements(found: Mixture, handed: bool) -> list[str]:
+    """Return what adds to the residual what the module for all tokens returns, given the shape it has in the file."""
+    given, back = ("rows", ".view_as(hidden_states)") if found.shared_flat else ("hidden_states", "")
+    rows = ["rows = hidden_states.flatten(0, -2)"] if found.shared_flat else []
+    output = f"self.{found.shared}({given})"
+    if found.shared_gate is not None:
+        output = f"self.{found.shared_gate}({given}).sigmoid() * {output}"
+    elif handed:
+        flat = ["added = None if residual is None else residual.flatten(0, -2)"] if found.shared_flat else []
+        residual = "added" if found.shared_flat else "residual"
+        return [*rows, *flat, f"residual = self.{found.shared}({given}, residual={residual}){back}"]
+    output = f"({output}){back}" if back and found.shared_gate is not None else f"{output}{back}"
+    return [
+        *rows,
+        f"shared_output = {output}",
+        "residual = shared_output if residual is None else residual + shared_output",
+    ]
 
 
 def _has_rule(router: ClassInfo, module: Module) -> bool:

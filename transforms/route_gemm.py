@@ -26,7 +26,8 @@ class RouteGemm(Transform):
     What it does:
         `self.o_proj(x)` becomes `routed_linear(x, self.o_proj)` in `forward`, for every attribute that `__init__`
         makes a plain `nn.Linear`; so does `linear(x, self.lm_head)` that decode_head wrote. A `packed_linear` that
-        fuse_qkv or fuse_gate_up wrote becomes `routed_packed_linear`.
+        fuse_qkv or fuse_gate_up wrote becomes `routed_packed_linear`. The operators of decode_layers are told which of
+        them computes their products: `linear(…, multiply=routed_linear)`.
 
     Why:
         No library is the fastest for all sizes. On AMD cards aiter, hipBLASLt and rocBLAS differ by shape, and for few
@@ -61,6 +62,8 @@ class RouteGemm(Transform):
             for call in calls_in(method.body):
                 if without_runtime(module.qualified(call.func)) == PACKED and name_is_free(PACKED, module, method):
                     yield Candidate(call, f"{owner.name}.{name}", PACKED)
+                elif name == "forward" and (operator := _told(call, module, method)):
+                    yield Candidate(call, f"{owner.name}.{name}", operator)
             if name == "forward":
                 for call, attribute in _projections(method):
                     if _may_be_linear(owner, attribute, module):
@@ -73,6 +76,15 @@ class RouteGemm(Transform):
         assert isinstance(call, cst.Call)
         if candidate.label == PACKED:
             return _routed(call, module)
+        if candidate.label in _MULTIPLY and isinstance(call.func, cst.Name):
+            multiply = _MULTIPLY[candidate.label]
+            keyword = cst.Arg(cst.Name(multiply), cst.Name("multiply"), equal=_EQUAL)
+            args = [
+                *call.args[:-1],
+                call.args[-1].with_changes(comma=_comma(call)),
+                keyword.with_changes(comma=call.args[-1].comma),
+            ]
+            return Found((Edit(call, (call.with_changes(args=args),)),), (multiply,))
         if candidate.label in effects_of(module).names.tampered or not _is_linear(owner, candidate.label, module):
             return Skip("not_linear", candidate.label)
         argument = only_argument(call) if called_attribute(call) else call.args[0].value
@@ -84,6 +96,29 @@ class RouteGemm(Transform):
         arguments = [module.code(argument), f"self.{candidate.label}"]
         old, new = with_call(call, OPERATOR, arguments, module)
         return Found((Edit(old, (new,)),), (OPERATOR,))
+
+
+_MULTIPLY = {"linear": OPERATOR, "gated_linear": ROUTED_PACKED, "qkv_rope_cache": ROUTED_PACKED}
+"""Operators that are told what computes their products."""
+_EQUAL = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+
+
+def _told(call: cst.Call, module: Module, method: cst.FunctionDef) -> str:
+    """Return the name of an operator of several products, or of one with a norm or a residual; empty for others."""
+    name = without_runtime(module.qualified(call.func))
+    if name not in _MULTIPLY or not isinstance(call.func, cst.Name) or not name_is_free(name, module, method):
+        return ""
+    if any(arg.keyword is not None and arg.keyword.value == "multiply" for arg in call.args):
+        return ""
+    if name == "linear":
+        return name if len(call.args) > 2 else ""
+    return name if isinstance(call.args[1].value, cst.Tuple) and len(call.args[1].value.elements) > 1 else ""
+
+
+def _comma(call: cst.Call) -> cst.Comma:
+    """Return what stands between two arguments of a call."""
+    comma = call.args[0].comma
+    return comma if isinstance(comma, cst.Comma) else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 
 
 def _routed(call: cst.Call, module: Module) -> Found:

@@ -106,7 +106,5 @@ def _accept(
     output.write_beside(folder / acceptance.NAME, accepted.to_json().encode("utf-8"))
     screen.line("original", acceptance.worst(accepted.against_original))
     screen.line("generated", acceptance.worst(accepted.against_generated))
-    if slower := acceptable.stepped_aside(verdict):
-        screen.line("slower", slower)
     screen.line("accepted", f"{folder / acceptance.NAME}: commit it with the edit")
     return accepted

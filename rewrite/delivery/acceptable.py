@@ -53,7 +53,7 @@ def raised(verdict: Verdict) -> list[tuple[str, Check]]:
 
 def unacceptable(verdict: Verdict) -> str:
     """Return why what fails in a verdict cannot be accepted, `""` where it can."""
-    from rewrite.verify.generation.itself import ITSELF
+    from rewrite.verify.judging.verdict import ITSELF
 
     checks = [check for _, check in named(verdict)]
     if stopped := raised(verdict):
@@ -67,11 +67,3 @@ def unacceptable(verdict: Verdict) -> str:
     if not any(check.figures for gate in verdict.gates if gate.name in _MEASURED for check in gate.checks):
         return f"no number could be compared. {verdict.reason}"
     return "" if failed(verdict) else verdict.reason
-
-
-def stepped_aside(verdict: Verdict) -> str:
-    """Return what the package leaves to transformers since its parts do not agree, `""` where it leaves nothing."""
-    from rewrite.verify.generation.itself import ITSELF, LEFT
-
-    own = [check for _, check in named(verdict) if check.name.startswith(ITSELF) and check.status == "not run"]
-    return next((check.detail for check in own if check.detail.startswith(LEFT)), "")

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from rewrite import gc_paused
@@ -52,13 +52,46 @@ def check_text(folder: Path, files: Iterable[str]) -> None:
         GateFailed: if not.
     """
     trees = {folder / name: _parsed(folder / name) for name in sorted(files) if name.endswith(".py")}
-    found = {path: bound(tree) for path, tree in trees.items()}
+    for path, line, said in broken_names(trees):
+        raise GateFailed(path.name, f"line {line} {said}")
+
+
+def broken_names(trees: Mapping[Path, ast.Module]) -> Iterator[tuple[Path, int, str]]:
+    """Yield (file, line, what is wrong) of names that keep the files of a package from being imported.
+
+    They are imported from another file of it, or listed in `__all__`, and nothing there has them.
+    """
+    known: dict[Path, set[str]] = {}
     for path, tree in trees.items():
         if path.parent.name == KEPT:
             continue
-        for name, place in _relative_names(tree, path):
-            if place not in found or (name != "*" and name not in found[place]):
-                raise GateFailed(path.name, f"it imports {name} from {place.name}, which does not have it")
+        for line, name, place in _relative_names(tree, path):
+            if place not in known:
+                known[place] = _offered(place, trees)
+            if name != "*" and not known[place] & {name, "*"}:
+                yield path, line, f"imports {name} from {place.name}, which does not have it"
+        own = bound(tree)
+        for line, name in _listed(tree) if "*" not in own else ():
+            if name not in own and not (path.parent / f"{name}.py").is_file():
+                yield path, line, f"lists {name} in `__all__`, and nothing defines it"
+
+
+def _offered(place: Path, trees: Mapping[Path, ast.Module]) -> set[str]:
+    """What may be imported from a file: one of those given, or of the user's own beside them."""
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        return bound(trees[place] if place in trees else syntax.parsed(place.read_bytes()))
+    return set()
+
+
+def _listed(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and name of what `__all__` lists as plain text."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            listed = getattr(getattr(node, "value", None), "elts", ())
+            for item in listed:
+                if isinstance(item, ast.Constant) and isinstance(item.value, str):
+                    yield item.lineno, item.value
 
 
 def missing_libraries() -> list[str]:
@@ -121,8 +154,8 @@ def _parsed(path: Path) -> ast.Module:
         raise GateFailed(path.name, f"line {error.lineno}: {error.msg}") from error
 
 
-def _relative_names(tree: ast.Module, path: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (name, file) of every name that `path` imports relatively; a submodule counts as a name of itself.
+def _relative_names(tree: ast.Module, path: Path) -> Iterator[tuple[int, str, Path]]:
+    """Yield (line, name, file) of every name that `path` imports relatively; a submodule counts as a name of itself.
 
     What may fail, because a `try` catches it, is left out.
     """
@@ -135,7 +168,7 @@ def _relative_names(tree: ast.Module, path: Path) -> Iterator[tuple[str, Path]]:
             for alias in node.names:
                 if (base / f"{alias.name}.py").is_file():
                     continue
-                yield alias.name, base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+                yield node.lineno, alias.name, base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
 
 def bound(tree: ast.Module) -> set[str]:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from hf_rewrite_runtime.cache.fp8_layer import Fp8Slots
 from hf_rewrite_runtime.device.e4m3 import Quantized, as_read, dtype_for
-from hf_rewrite_runtime.linear.prologue import LayerNormPrologue, Prologue
+from hf_rewrite_runtime.linear.prologue import LayerNormPrologue
 from hf_rewrite_runtime.moe.form import ExpertsForm
 from hf_rewrite_runtime.moe.selection import RoutingRule
+from hf_rewrite_runtime.norms.norm_form import Prologue
+from hf_rewrite_runtime.norms.rms_norm import rms_norm
 
 from .kernel_cases import tensor
 from .model_sizes import Mixture, Model
@@ -68,6 +70,10 @@ class Gate(nn.Module):
         self.top_k = sizes.top_k
         self.correction = tensor(sizes.experts, dtype=torch.float32) if corrected else None
 
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Be no way around the kernels."""
+        raise NotImplementedError
+
     def rule(self) -> RoutingRule:
         """Return what the operator computes of it."""
         scores = "softmax" if self.correction is None else "sigmoid"
@@ -82,9 +88,9 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = tensor(size)
 
-    def prologue(self) -> Prologue:
-        """Return what a kernel needs for that."""
-        return Prologue(self.weight, EPS)
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the norm, whose arguments a kernel is told."""
+        return rms_norm(hidden_states, self.weight, EPS)
 
 
 class Experts(nn.Module):

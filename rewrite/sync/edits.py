@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rewrite.errors import BaseLost, SourceDoesNotParse, SourceNotReadable, UsageError
+from rewrite.delivery import precheck
+from rewrite.errors import BaseLost, EditsBroken, SourceDoesNotParse, SourceNotReadable, UsageError
 from rewrite.package import definitions, original, snapshots
 from rewrite.package.assemble import INIT, Package
 from rewrite.package.lock import Lock, sha256
@@ -19,6 +20,8 @@ from rewrite.sync.styles import GENERATED, Marks, Style, plain, style_of
 
 MODELING = "modeling"
 _IMPLICIT = {"__name__", "__file__", "__doc__", "__package__", "__spec__", "__class__", "__path__", "__qualname__"}
+_TOP = "the module"
+"""Where code is that an import of it runs."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def problems(folder: Path, package: Package, root: Path | None) -> dict[str, lis
         package: with the edits merged.
         root: package folder of the transformers that it will run with, None where that is not known.
     """
-    found = {}
+    found: dict[str, list[str]] = {}
     for name in (package.lock.modeling, INIT):
         text, generated = (data.decode("utf-8") for data in (package.files[name], _generated(package, name)))
         yours = original.text_of(folder / name)
@@ -112,21 +115,57 @@ def problems(folder: Path, package: Package, root: Path | None) -> dict[str, lis
             said += [f"line {one.line} {one.said}" for one in runtime_names.lacking(text)]
         if said:
             found[name] = said
+    if not found:
+        texts = {name: package.files[name].decode("utf-8") for name in package.files if name.endswith(".py")}
+        ours = {name: _generated(package, name).decode("utf-8") for name in merged_names(package.lock)}
+        known = {why for _, _, why in _broken_names(folder, {**texts, **ours})}
+        for name, line, why in _broken_names(folder, texts):
+            if why not in known:
+                found.setdefault(name, []).append(f"line {line} {why}")
     return found
 
 
-def unreadable(folder: Path, lock: Lock) -> dict[str, tuple[int, str]]:
-    """Return which of the user's files are no Python in UTF-8, by name, with the line and what is wrong in it."""
-    found = {}
+def broken(folder: Path, lock: Lock) -> dict[str, tuple[int, str]]:
+    """Return which of the user's files keep the package from being imported, by name, with the line and why."""
+    found: dict[str, tuple[int, str]] = {}
+    texts: dict[str, str] = {}
     for name in merged_names(lock):
         data = (folder / name).read_bytes() if (folder / name).is_file() else b""
         try:
-            ast.parse(data.decode("utf-8-sig"))
+            texts[name] = data.decode("utf-8-sig")
+            ast.parse(texts[name])
         except UnicodeDecodeError as error:
-            found[name] = (data.count(b"\n", 0, error.start) + 1, f"byte {error.start} is not UTF-8")
+            line = data.count(b"\n", 0, error.start) + 1
+            found[name] = (line, f"does not parse (byte {error.start} is not UTF-8)")
         except (SyntaxError, ValueError) as error:  # a null byte is either, by the version of Python
-            found[name] = (getattr(error, "lineno", None) or 1, getattr(error, "msg", str(error)))
+            line, said = getattr(error, "lineno", None) or 1, getattr(error, "msg", str(error))
+            found[name] = (line, f"does not parse ({said})")
+    for name, line, said in _broken_names(folder, texts) if not found else ():
+        found.setdefault(name, (line, said))
     return found
+
+
+def check_importable(folder: Path, lock: Lock) -> None:
+    """Check that the user's files do not keep the package from being imported.
+
+    Raises:
+        EditsBroken: if one does.
+    """
+    for name, (line, said) in broken(folder, lock).items():
+        raise EditsBroken(folder, name, [f"line {line} {said}"])
+
+
+def _broken_names(folder: Path, texts: Mapping[str, str]) -> list[tuple[str, int, str]]:
+    """Return (file, line, what is wrong) of names that an import of the package reads and does not find, by line."""
+    trees = {folder / name: ast.parse(text.removeprefix("\ufeff")) for name, text in texts.items()}
+    found = [(path.name, line, said) for path, line, said in precheck.broken_names(trees)]
+    for (path, tree), text in zip(trees.items(), texts.values(), strict=True):
+        read = {what for where, what in _undefined(text) if where == _TOP}
+        if read and path.parent == folder and "*" not in precheck.bound(tree):
+            names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in read]
+            first = min(names, key=lambda node: node.lineno)
+            found.append((path.name, first.lineno, f"reads {first.id}, which nothing defines"))
+    return sorted(found, key=lambda one: one[:2])
 
 
 def problems_of(text: str, known: Sequence[str], root: Path | None) -> list[str]:
@@ -249,4 +288,4 @@ def _undefined(text: str) -> Iterator[tuple[str, str]]:
         waiting += [(f"{where}.{child.get_name()}", child) for child in table.get_children()]
     for symbol in top.get_symbols():
         if symbol.is_referenced() and symbol.get_name() not in defined:
-            yield "the module", symbol.get_name()
+            yield _TOP, symbol.get_name()

@@ -16,7 +16,7 @@ from rewrite.sync.package_check import KINDS, Finding, Place
 
 Found = Mapping[str, Sequence[Finding]]
 """Findings by package, in the order in which they are said."""
-NOT_BY_SYNC = frozenset({"stale-verification", "broken-edit", "conflict", "not-readable"})
+NOT_BY_SYNC = frozenset({"stale-verification", "broken-edit", "edited-alone", "conflict", "not-readable"})
 """Kinds of findings that a sync alone does not end; their messages say what does."""
 HINT = "`rewrite sync DIR` makes a package anew and keeps your edits"
 

@@ -23,7 +23,7 @@ from rewrite.package.lock import Lock, Runtime, read_lock, sha256
 from rewrite.source import pins
 from rewrite.source.installed import Installed
 from rewrite.source.resolve import LOCK_NAME, Source
-from rewrite.sync import edits, lines, merge, rebuild, runtime_names
+from rewrite.sync import edits, lines, merge, rebuild, runtime_names, second_forms
 from rewrite.sync.rebuild import Renewal
 from rewrite.sync.site_changes import RuleChange
 
@@ -34,7 +34,8 @@ KINDS = {
     "edited-runtime": "A generated file other than the modeling file was edited; a sync would not merge that.",
     "edited-import": "An edit imports of the runtime what is not there, or will not be after a sync.",
     "lost-match": "A rule no longer rewrites a place that is still there.",
-    "broken-edit": "A file that was edited is no Python any more.",
+    "broken-edit": "A file that was edited is no Python any more, or names what is not there: it does not import.",
+    "edited-alone": "One of two methods that have to compute the same was edited, and that was not verified.",
     "conflict": "A merge was not finished.",
     "stale-verification": "The package is not as it was when it was verified, or the verification failed.",
     "not-readable": "The lock cannot be read, or a file that a sync merges is missing.",
@@ -99,7 +100,8 @@ def findings(folder: Path, library: Installed | None, full: bool = False) -> lis
 
 
 def _findings(folder: Path, lock: Lock, library: Installed | None, full: bool) -> Iterator[Finding]:
-    yield from _conflicts(folder, lock)
+    conflicts = list(_conflicts(folder, lock))
+    yield from conflicts
     yield from _files(folder, lock)
     yield from _runtime(folder, lock)
     yield from _imports(folder, lock)
@@ -115,12 +117,25 @@ def _findings(folder: Path, lock: Lock, library: Installed | None, full: bool) -
         if full or not rebuild.is_current(folder, lock, source):
             yield from _anew(folder, lock, source, bool(moved))
         yield from _pin(folder, lock, source)
-    if (stale := rebuild.stale_verdict(folder, lock)) is not None:
+    if any(finding.kind == "broken-edit" for finding in conflicts):
+        return  # which nothing could verify
+    stale = rebuild.stale_verdict(folder, lock)
+    if stale is not None:
         yield _finding("stale-verification", stale, folder / VERDICT_NAME)
+    if not conflicts and (stale is not None or not rebuild.is_verified(folder)):
+        yield from _edited_alone(folder, lock)
+
+
+def _edited_alone(folder: Path, lock: Lock) -> Iterator[Finding]:
+    path, generated = folder / lock.modeling, snapshots.text(folder, lock.modeling)
+    if path.is_file() and generated is not None:
+        for one in second_forms.edited_alone(generated.decode("utf-8"), path.read_text("utf-8-sig")):
+            message = f"{path.name}:{one.line} {one}: edit both, then rewrite verify {folder}"
+            yield _finding("edited-alone", message, path, one.line)
 
 
 def _conflicts(folder: Path, lock: Lock) -> Iterator[Finding]:
-    broken = edits.unreadable(folder, lock)
+    broken = edits.broken(folder, lock)
     for name in edits.merged_names(lock):
         copy = folder / f"{name}.conflict"
         if copy.is_file():
@@ -131,8 +146,8 @@ def _conflicts(folder: Path, lock: Lock) -> Iterator[Finding]:
         if line is not None:
             yield _finding("conflict", f"{name} has conflict markers in line {line}", path, line)
         elif name in broken:
-            number, what = broken[name]
-            message = f"{name}:{number} does not parse ({what}): mend it, or rewrite undo {folder}"
+            number, said = broken[name]
+            message = f"{name}:{number} {said}: mend it, or rewrite undo {folder}"
             yield _finding("broken-edit", message, path, number)
 
 

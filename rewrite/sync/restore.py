@@ -14,7 +14,7 @@ from rewrite.package import original, output, snapshots, swap, syntax, vendored_
 from rewrite.package.assemble import INIT, INIT_LOCK, KEPT, VERDICT_NAME, WHOLE, Package
 from rewrite.package.lock import Lock, read_lock, sha256
 from rewrite.source.resolve import LOCK_NAME
-from rewrite.sync import rebuild
+from rewrite.sync import edits, rebuild
 from rewrite.sync.eject_package import unguarded
 
 UNDONE = ".undone"
@@ -59,10 +59,11 @@ def eject(folder: Path) -> list[str]:
     the runtime that it needs come along.
 
     Raises:
-        SourceDoesNotParse: if the `__init__.py`, which imports the guard, is not valid Python.
+        EditsBroken: if an edit keeps the package from being imported.
     """
     lock = read_lock(folder)
     output.check_links(folder, lock)
+    edits.check_importable(folder, lock)
     names = [name for name in lock.files if not name.startswith(f"{KEPT}/") and (folder / name).is_file()]
     files = {name: (folder / name).read_bytes() for name in names}
     changes = {
@@ -82,10 +83,11 @@ def vendor_runtime(folder: Path) -> list[str]:
     """Give a package a runtime of its own, and return the names of its files; edits of the package stay.
 
     Raises:
-        SourceDoesNotParse: if a file of the package is not valid Python.
+        EditsBroken: if an edit keeps the package from being imported.
     """
     lock = read_lock(folder)
     output.check_links(folder, lock)
+    edits.check_importable(folder, lock)
     names = [name for name in lock.files if (folder / name).is_file()]
     files = {name: (folder / name).read_bytes() for name in names}
     added = vendored(folder, lock, files)

@@ -80,8 +80,7 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
     _show(screen, folder, lock, renewed, wish)
     whole = lock.intact and not wish.resolved and not _damaged(folder, lock, renewed.package)
     if whole and not rebuild.differences(lock, renewed.package):
-        for name, (line, what) in edits.unreadable(folder, lock).items():
-            raise EditsBroken(folder, name, [f"line {line} does not parse ({what})"])
+        edits.check_importable(folder, lock)
         screen.line("written", "nothing: the package is up to date")
         return Result(0, rules=renewed.rules)
     if lost := [rule for rule in renewed.lost if rule not in wish.accepted]:

@@ -18,7 +18,7 @@ from .calls.single_forward import forward_parity, low_precision_forward
 from .configuration.variations import configuration_checks
 from .generation.cache_name import lost_cache
 from .generation.call_sequences import turn_checks
-from .generation.itself import itself_checks
+from .generation.itself import itself_checks, itself_loop_checks
 from .generation.loop_checks import SWITCH, loop_checks
 from .generation.loop_scenarios import talk_checks
 from .generation.step_checks import step_checks
@@ -43,7 +43,8 @@ from .state.training_checks import changing_checks, hook_checks
 def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
     """The checks of a gate by its name, in parts that processes of their own may run."""
     if name == "parity":
-        return _with_text(bench, subjects) if bench.base.inputs == TEXT else _without_text(bench, subjects)
+        parts = _with_text(bench, subjects) if bench.base.inputs == TEXT else _without_text(bench, subjects)
+        return [*parts, Part(partial(itself_checks, bench))]
     if name == "model" and bench.options.weights is not None:
         from .generation.teacher_forcing import teacher_checks
 
@@ -63,7 +64,7 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
             parts = []
         parts.append(Part(partial(talk_checks, bench)))
         if bench.options.itself:
-            parts.append(Part(partial(itself_checks, bench)))
+            parts.append(Part(partial(itself_loop_checks, bench)))
         if not bench.options.quick:
             # here, where fields of the configuration were varied
             parts.append(Part(partial(operator_checks, bench)))

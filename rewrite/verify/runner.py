@@ -21,7 +21,7 @@ from rewrite.errors import SourceDoesNotImport
 from .isolation import CleanImport
 from .judging.checks import CheckRun, Done, Progress, describe, one_by_one, run_gate
 from .judging.compare import DoesNotRun
-from .judging.verdict import Divergence, Figure, Gate, Options, Verdict
+from .judging.verdict import IMPORTS, ITSELF, Divergence, Figure, Gate, Options, Verdict
 from .judging.watchdog import Hung, of_original, watched
 from .line_coverage import Reach
 from .models import loaded_sides
@@ -101,7 +101,7 @@ class _Run:
 
     def _reason(self, failed: Gate | None) -> str:
         if failed is not None:
-            first = failed.failures[0]
+            first = failed.said_first
             return f"gate {failed.number} ({failed.name}): {first.name}: {first.detail}"
         if not self.complete:
             return "an essential check could not run, so nothing is proven"
@@ -181,7 +181,7 @@ class _Run:
         from .state.initial import initial_checks
 
         yield from text_checks(self.rewritten)
-        yield CheckRun("both sides import", self._import, stops=True)
+        yield CheckRun(IMPORTS, self._import, stops=True)
         yield CheckRun("the main class is there", self._pair, stops=True)
         if self.modules is None or self.subjects is None:
             return
@@ -231,7 +231,8 @@ class _Run:
         return [replace(part, checks=partial(self._wanted, part.checks)) for part in parts]
 
     def _divergence(self, gate: Gate) -> Divergence | None:
-        differs = next((check for check in gate.failures if check.failure != "raised"), None)
+        against = (check for check in gate.failures if not check.name.startswith(ITSELF))
+        differs = next((check for check in against if check.failure != "raised"), None)
         if self.bench is None or differs is None or gate.name not in ("parity", "generation"):
             return None
         from .divergence import first_divergence

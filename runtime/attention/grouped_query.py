@@ -50,6 +50,11 @@ def native_gqa(interface: Attention) -> Attention:
     return _sdpa if interface is sdpa_attention_forward and is_intact(interface) else interface
 
 
+def is_sdpa(interface: Attention) -> bool:
+    """Return whether an attention function is transformers' of that name, or the one that stands for it here."""
+    return interface is _sdpa or interface is sdpa_attention_forward
+
+
 @functools.wraps(sdpa_attention_forward)
 def _sdpa(
     module: nn.Module,

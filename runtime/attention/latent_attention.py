@@ -34,7 +34,8 @@ from ..linear import packing
 from ..linear.block_linear import are_blocks, block_linear, blocks_of, is_block_linear
 from ..linear.blocks import dequantized
 from ..linear.linear import before, few_rows, linear, takes_few_rows
-from ..linear.prologue import Prologue, prologue_of
+from ..linear.prologue import prologue_of
+from ..norms.norm_form import Prologue
 from ..rope.rope_cache import Rotation
 from ..rope.rotary import rotary
 from .latent_decode import divide, launch_latent_decode

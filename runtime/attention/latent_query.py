@@ -23,7 +23,8 @@ from torch import Tensor
 from ..core import backend
 from ..launching.launch import WAVE, Kernel, overlaps
 from ..launching.tiles import next_power
-from ..linear.prologue import Prologue, norm_arguments
+from ..linear.prologue import norm_arguments
+from ..norms.norm_form import Prologue
 from ..rope.rope_cache import Rotation
 
 CASES = """

@@ -56,7 +56,7 @@ class PreallocatedCache(Cache):
         self.width = 1
         """Tokens of a row that the running step reads."""
         self.fused = True
-        """Whether the layers may take their `decode` methods in a step."""
+        """Whether the operators of layers may be those of a step, and layers take their `decode` methods."""
         self.causal = False
         """Whether a prompt is being read whose attention is causal by itself: `skips_mask`."""
         self.tables: dict[object, tuple[Tensor, Tensor] | None] = {}
@@ -302,8 +302,8 @@ def _length_of(layer: Any) -> int:
 
 
 def is_decode_step(past_key_values: object) -> bool:
-    """Return whether layers take their `decode`: in a fused decode step, one token a row into a `PreallocatedCache`,
-    and in a prompt that is read by the functions of a step.
+    """Return whether operators are those of a step: one token a row into a `PreallocatedCache`, or a prompt that is
+    read by them.
     """
     if not isinstance(past_key_values, PreallocatedCache) or past_key_values.width > 1:
         return False

@@ -1,8 +1,8 @@
 """What a graph that reads a prompt tells the functions of a step: they read its tokens, and not one token a row.
 
-B rows, N tokens of the graph, n <= N tokens of the prompt. A layer's `decode` has in one line what its `forward` has
-in several, which a prompt wants as well: rotation and cache write as one kernel, a sum beside the norm that reads it.
-And behind the keys and values of the last layer only the token n - 1 is needed: from there on one row is computed.
+B rows, N tokens of the graph, n <= N tokens of the prompt. What the operators of a step fuse, a prompt wants as well:
+rotation and cache write as one kernel, a sum beside the norm that reads it. And behind the attention of the last layer
+only the token n - 1 is needed: from there on one row is computed.
 
 The functions ask `current()`; outside of such a prompt it is None.
 """
@@ -51,6 +51,7 @@ class Reading:
 
     def _begin(self) -> None:
         self.needs_mask = True
+        self._narrows_next = False
         self._sums = 0
         self._sum: Tensor | None = None
         self._normed: Tensor | None = None
@@ -81,6 +82,17 @@ class Reading:
             raise NoPromptForm("a layer", f"{tuple(tensor.shape)} has not {self.tokens} tokens in dimension {dim}")
         return tensor.index_select(dim, self.last)
 
+    def written(self, layer_idx: int) -> None:
+        """Take note that the keys and values of a layer are written: behind the last ones, one token is left."""
+        self._narrows_next = self.is_last(layer_idx)
+
+    def narrowed(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a product's input `[B, N or 1, I]` and residual `[B, N, O]`: of one token behind the last keys."""
+        if self._narrows_next and input.shape[1] == self.tokens:
+            self._narrows_next = False
+            input = self.of_last(input)
+        return input, self.beside(input, residual)
+
     def beside(self, input: Tensor, residual: Tensor) -> Tensor:
         """Return the residual `[B, N, O]` of a product of `input` `[B, N or 1, I]`: of the tokens of that."""
         return residual if residual.shape[:-1] == input.shape[:-1] else self.of_last(residual)
@@ -108,8 +120,7 @@ class Reading:
             reader = self._readers.get(number)
             if self._normed is not None and reader is not None and reader() is norm:
                 return self._normed
-            if hasattr(type(norm), "add_forward") or type(norm) is nn.LayerNorm:
-                self._readers[number] = weakref.ref(norm)
+            self._readers[number] = weakref.ref(norm)
         normed: Tensor = norm(hidden_states)
         return normed
 
@@ -130,13 +141,6 @@ def of(cache: object) -> Reading | None:
     """Return the prompt that is read into a cache by the functions of a step; None for none."""
     reading = _THREAD.reading
     return reading if reading is not None and reading.cache() is cache else None
-
-
-def normed(hidden_states: Tensor, norm: nn.Module) -> Tensor:
-    """Return `norm(hidden_states)`; in a prompt, from the kernel that made `hidden_states` if it may be."""
-    reading = _THREAD.reading
-    result: Tensor = norm(hidden_states) if reading is None else reading.normed(hidden_states, norm)
-    return result
 
 
 def refuse(cache: object, function: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
@@ -13,7 +12,7 @@ from ..cache.fp8_layer import Fp8Layer
 from ..cache.layers import PreallocatedLayer
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend
-from .prompt_graph import names_in
+from ..guards.code_names import ATTENDS, code_of, names_in
 
 
 def keep_in_8_bits(cache: PreallocatedCache, model: nn.Module, but: str = "") -> None:
@@ -53,11 +52,11 @@ def _numbers(model: nn.Module) -> Iterator[int]:
 
 def _methods(kind: type[nn.Module]) -> Iterator[CodeType]:
     for name in dir(kind):
-        if name.startswith("decode"):
-            code = getattr(inspect.unwrap(getattr(kind, name)), "__code__", None)
-            if isinstance(code, CodeType):
+        if name == "forward" or name.startswith("decode"):
+            code = code_of(getattr(kind, name))
+            if code is not None:
                 yield code
 
 
 def _attends(code: CodeType) -> bool:
-    return names_in(code, "decode_attention")
+    return names_in(code, "decode_attention") or names_in(code, ATTENDS)

@@ -95,10 +95,10 @@ class GraphStore:
         return "masks_replaced" if code is not None and windows and code.of_masks else None
 
     def is_fused(self, model: nn.Module) -> bool:
-        """Return whether the layers may take their `decode` in a step.
+        """Return whether the operators of layers may be those of a step.
 
-        That repeats their `forward`, without a call of the modules inside: nobody is to watch those, and the code that
-        it was made from is to be what stands there.
+        Those call none of the modules whose weights they read: nobody is to watch them, and the code that they were
+        made from is to be what stands there.
         """
         if self._fused is None:
             if self._snapshot is None:

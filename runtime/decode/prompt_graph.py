@@ -8,19 +8,17 @@ slots behind are written anew by the tokens to come. The first prompt of a lengt
 that computes the same is kept. It serves that prompt too: the same call gives the same tokens the first and the
 second time.
 
-Where the layers have a `decode`, that reads the prompt (`core.prefill_context`), if the model asks nothing but whether
-it needs a mask and is told no. A form that fails, or that computes something else than the model's forward, is left
-for the next one.
+Where attention reads a preallocated cache by itself, the operators of a step read the prompt (`core.prefill_context`),
+if the model asks nothing but whether it needs a mask and is told no. A form that fails, or that computes something
+else than the model's forward, is left for the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import inspect
 import weakref
 from collections.abc import Callable
-from types import CodeType
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from ..core.position_count import position_count
 from ..core.prefill_context import NoPromptForm, Reading
 from ..core.rounding_noise import Trace, Yardstick
 from ..device.graph_capture import NOT_FOR_A_STEP, capture
+from ..guards.code_names import attends, code_of, names_in
 from ..launching.launch import rehearsing
 from ..norms.add_norm import add_norm
 from .policy import policy_of
@@ -311,22 +310,14 @@ class PromptGraphs:
 
 
 def steps_read_prompts(model: Any) -> bool:
-    """Return whether layers have a `decode`, and nothing else asks `is_decode_step`: a model that does so makes masks
-    that a step has no need of, and a prompt may.
+    """Return whether attention reads a preallocated cache by itself, and no model asks `is_decode_step`: one that does
+    so makes masks that a step has no need of, and a prompt may.
     """
     kinds = {type(module) for module in model.modules()}
     others = [kind for kind in kinds if not hasattr(kind, "decode")]
-    return len(others) < len(kinds) and not any(
-        names_in(code, "is_decode_step")
-        for kind in others
-        if isinstance(code := getattr(inspect.unwrap(kind.forward), "__code__", None), CodeType)
-    )
-
-
-def names_in(code: CodeType, name: str) -> bool:
-    """Return whether a function, or one inside it, names something that is no local variable."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return name in code.co_names or any(names_in(one, name) for one in inner)
+    codes = [code for kind in others if (code := code_of(kind.forward)) is not None]
+    steps = len(others) < len(kinds) or any(map(attends, kinds))
+    return steps and not any(names_in(code, "is_decode_step") for code in codes)
 
 
 def _addresses_of(model: Any) -> tuple[int, ...]:

@@ -24,7 +24,8 @@ from ..lazy.activated_product import activated_product, put_off_product
 from ..lazy.fusion_rows import norm_of_chain
 from ..lazy.lazy_mode import LazyMode
 from ..lazy.pointwise_fusion import FUNCTIONS, hides_nothing, in_order, uncopied, where_it_runs
-from ..linear.prologue import LayerNormPrologue, Norm, Prologue
+from ..linear.prologue import LayerNormPrologue, Norm
+from ..norms.norm_form import Prologue
 
 CASES = """
 def forward(function, *given):

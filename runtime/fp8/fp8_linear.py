@@ -16,6 +16,7 @@ Where a weight cannot be quantised (`fp8_weights.REASONS`: gradients, hooks, ada
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,12 +36,17 @@ from .product import fp8_product
 
 
 def fp8_linear(
-    input: Tensor, projection: nn.Module, *, norm: nn.Module | None = None, residual: Tensor | None = None
+    input: Tensor,
+    projection: nn.Module,
+    *,
+    norm: nn.Module | None = None,
+    residual: Tensor | None = None,
+    **keywords: Any,
 ) -> Tensor:
     """Return `projection(norm(input)) + residual` with the weight in 8 bits; arguments as of `linear`."""
     found = quantized("fp8_linear", input, (projection,), norm=norm, beside=residual)
     if found is None:
-        return linear(input, projection, norm=norm, residual=residual)
+        return linear(input, projection, norm=norm, residual=residual, **keywords)
     return fp8_affine(input, *found, norm=norm, residual=residual)
 
 
@@ -59,11 +65,12 @@ def fp8_gated_linear(
     activation: Callable[[Tensor], Tensor],
     *,
     norm: nn.Module | None = None,
+    **keywords: Any,
 ) -> Tensor:
     """Return `activation(gate(norm(input))) * up(norm(input))` with weights in 8 bits; see `gated_linear`."""
     found = quantized("fp8_gated_linear", input, projections, norm=norm)
     if found is None:
-        return gated_linear(input, projections, activation, norm=norm)
+        return gated_linear(input, projections, activation, norm=norm, **keywords)
     weight, bias = found
     kind = activation_kind(activation)
     if kind is not None and is_step(input) and _kernels_take(input, bias, None) and is_one_row(input):

@@ -30,6 +30,7 @@ from ..decode.recurrent_state import restoring
 from ..sampling.sampling import Lookup
 from ..tensor_parallel.shards import local
 from .decode_loop import DecodeLoop
+from .random_states import random_states, set_random_states
 
 
 class GraphGeneration(GenerationMixin):
@@ -141,6 +142,7 @@ class GraphGeneration(GenerationMixin):
                 store.fits = True
                 if (reason := store.refuses_code(call.cache)) is not None:
                     return None, reason
+                drawn = random_states(call.input_ids.device)
                 try:
                     with restoring(self, call.inputs):
                         generation = DecodeLoop(self, call, store, plan, lookup)
@@ -149,6 +151,7 @@ class GraphGeneration(GenerationMixin):
                                 return (generation.run(assistant), None) if theirs else (None, "reentrant")
                         return generation.run(), None
                 except Unsupported as unfitting:
+                    set_random_states(drawn)  # what was tried may have drawn, and transformers' loop begins anew
                     return None, unfitting.reason
 
     def _own_tensors(self) -> AbstractContextManager[Any]:

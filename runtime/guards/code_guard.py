@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .code_names import attends
 from .provenance import (
     CALLS,
     SECOND_FORMS,
@@ -59,7 +60,8 @@ class CodeGuard:
         self._kinds, self._chosen = frozenset(kinds), chosen
         owners = (owner_of(kind, form) for kind in self._kinds for form in SECOND_FORMS)
         self._own = {owner.__module__ for owner in owners if owner is not None}
-        """Modules in which second forms are written."""
+        self._own |= {kind.__module__ for kind in self._kinds if attends(kind)}
+        """Modules in which second forms are written, or operators that stand for a function of the file."""
         above = {above.__module__ for kind in self._kinds for above in kind.__mro__}
         self._homes = {"transformers", *map(library_of, above)} - _NOT_FOLLOWED
         self._names: set[str] = {"forward", *CALLS, *SECOND_FORMS}

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
+from .provenance import runs_as_written
+
 RECORDERS = "transformers.utils.output_capturing"
 """The module of the hooks that transformers leaves behind once it recorded hidden states."""
 _HOOKS = {
@@ -59,6 +61,14 @@ def only_records(module: nn.Module) -> bool:
 def has_recorded(module: nn.Module) -> bool:
     """Return whether nothing but transformers' recording of hidden states watches a module."""
     return only_records(module) and "parametrizations" not in module._modules
+
+
+def is_idle(module: nn.Module) -> bool:
+    """Return whether nothing watches a module's call but transformers' recording, which nobody has asked for."""
+    if not has_recorded(module) or not runs_as_written(type(module)):
+        return False
+    hooks = filter(takes_part, module._forward_hooks.values())
+    return all(hook.__globals__["_active_collector"].get() is None for hook in hooks)
 
 
 def records(hook: Callable[..., Any]) -> bool:

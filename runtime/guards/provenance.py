@@ -1,6 +1,6 @@
 """Whose code stands where it is found: the one that was written there, or one that somebody put in its place.
 
-An operator computes what the code did that it was made from, and a layer's `decode` what its `forward` does. Both hold
+An operator computes what the code did that it was made from, and a second method what `forward` does. Both hold
 for that code alone. It is known by where it was written: by the globals of a function, which are those of its module,
 and by its qualified name. Nothing is remembered, so that it does not matter who came first, and a decorator that calls
 itself by the name of what it wraps is somebody's all the same.
@@ -21,9 +21,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from .code_names import attends
 from .place import PREFIX
 
-SECOND_FORMS = ("decode", "decode_residual", "add_forward", "prologue", "rule")
+SECOND_FORMS = ("decode", "decode_residual", "rule")
 """Methods that rewritten classes have beside their `forward`, and that say or compute the same."""
 CALLS = ("__call__", "_call_impl")
 """Methods of `nn.Module` through which `forward` is called."""
@@ -83,8 +84,10 @@ def owner_of(kind: type, name: str) -> type | None:
 
 
 def has_second_form(kind: type) -> bool:
-    """Return whether a class has a method that repeats its `forward`, or one of a class that it derives from."""
-    return any(hasattr(kind, name) for name in SECOND_FORMS)
+    """Return whether a class has a method that repeats its `forward`, or one of a class that it derives from; or an
+    operator that stands for a function of its file.
+    """
+    return any(hasattr(kind, name) for name in SECOND_FORMS) or attends(kind)
 
 
 def stands(kind: type, name: str) -> bool:

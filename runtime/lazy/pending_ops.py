@@ -22,8 +22,9 @@ from torch.nn import functional as F
 
 from ..linear.conv1d_weight import launch_transposed
 from ..linear.linear import launch_product
-from ..linear.prologue import LayerNormPrologue, Norm, Prologue, shift_of
+from ..linear.prologue import LayerNormPrologue, Norm, shift_of
 from ..norms.layer_norm import launch_layer_norm
+from ..norms.norm_form import Prologue
 from ..norms.rms_norm import launch_rms_norm
 from .lazy_mode import Deferred
 

@@ -21,7 +21,8 @@ from ..device.row_tiles import KERNEL_DTYPES
 from ..linear import joined_storage
 from ..linear.conv1d_weight import takes_transposed
 from ..linear.linear import is_one_row, takes_few_rows, takes_product
-from ..linear.prologue import LayerNormPrologue, Norm, Prologue, shift_of
+from ..linear.prologue import LayerNormPrologue, Norm, shift_of
+from ..norms.norm_form import Prologue
 from .lazy_mode import Deferred, Handlers, Instead, LazyMode, key_of, tensors_of
 from .multi_gemv import MOST, alike, is_same, is_same_norm, launch_beside
 from .pending_ops import POINTS, Normed, Pointwise, Product, activation_of

@@ -30,12 +30,13 @@ from ..device import row_tiles
 from ..launching.launch import HIP, WAVE, Kernel, overlaps, processors
 from ..launching.tiles import Tile
 from ..loading.original_checkpoint import Adopter
+from ..norms.norm_form import Prologue
 from .block_groups import in_words
 from .block_rows import MOST_ROWS, launch_block_rows
 from .blocks import GROUP, Blocks, dequantized, reason_against
 from .packing import REASONS as PACKING_REASONS
 from .packing import as_one
-from .prologue import Prologue, is_trained, norm_arguments, prologue_of
+from .prologue import is_trained, norm_arguments, prologue_of
 
 CASES = """
 def weight(rows, cols):

@@ -18,8 +18,9 @@ from ..core import backend
 from ..device.split_k_semaphores import arrivals
 from ..launching.launch import HIP, WAVE, Kernel, overlaps, processors, wait_for_stores
 from ..launching.tiles import Tile
+from ..norms.norm_form import Prologue
 from .blocks import Blocks, as_read
-from .prologue import Prologue, norm_arguments
+from .prologue import norm_arguments
 
 CASES = """
 def product(rows, cols, norm):

@@ -26,6 +26,7 @@ from ..core.sharded_models import is_local
 from ..device.row_tiles import KERNEL_DTYPES
 from ..device.row_tiles import few_rows as few_rows_of
 from ..launching.tiles import Tile, tile
+from ..norms.sum_norm import added, normed
 from ..tensor_parallel.forwards import summed
 from . import packing
 from .block_linear import are_blocks, block_linear, is_block_linear
@@ -67,7 +68,12 @@ case("1B, LayerNorm, GELU tanh", plain, LLAMA_1B, "gelu_tanh")
 
 
 def linear(
-    input: Tensor, projection: nn.Module, *, norm: nn.Module | None = None, residual: Tensor | None = None
+    input: Tensor,
+    projection: nn.Module,
+    *,
+    norm: nn.Module | None = None,
+    residual: Tensor | None = None,
+    multiply: Callable[[Tensor, nn.Module], Tensor] | None = None,
 ) -> Tensor:
     """Return `projection(norm(input)) + residual`.
 
@@ -76,13 +82,14 @@ def linear(
         projection: `nn.Linear(I, O)`.
         norm: of the input; None for none.
         residual: `[N, O]`, added to the product; None for none.
+        multiply: computes the product of many rows, as `routed_linear` does; None for a call of the projection.
 
     Returns:
         `[N, O]`.
     """
     prompt = prefill_context.current()
     if prompt is not None and residual is not None:
-        residual = prompt.beside(input, residual)
+        input, residual = prompt.narrowed(input, residual)
     if is_block_linear(projection):
         scaled = block_linear(input, (projection,), norm, residual)
         if scaled is not None:
@@ -103,11 +110,9 @@ def linear(
         elif isinstance(parameters, str) and not is_local(projection):
             backend.count_fallback("linear", parameters, projection)
         norm = norm if prologue is not None else None
-    input = input if norm is None else prefill_context.normed(input, norm)
-    if prompt is not None and residual is not None:
-        return prompt.added(projection(input), residual)
-    output: Tensor = projection(input)
-    return output if residual is None else residual + output
+    input = input if norm is None else normed(input, norm)
+    output: Tensor = projection(input) if multiply is None else multiply(input, projection)
+    return output if residual is None else added(output, residual, projection)
 
 
 def takes_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -126,6 +131,7 @@ def gated_linear(
     activation: Callable[[Tensor], Tensor],
     *,
     norm: nn.Module | None = None,
+    multiply: Callable[..., Sequence[Tensor]] = packing.packed_linear,
 ) -> Tensor:
     """Return `activation(gate(norm(input))) * up(norm(input))`.
 
@@ -134,6 +140,7 @@ def gated_linear(
         projections: `(gate, up)`, each `nn.Linear(I, O)`, or one `nn.Linear(I, 2 O)` whose first half is the gate.
         activation: a module or function.
         norm: of the input; None for none.
+        multiply: computes the two products of many rows.
 
     Returns:
         `[N, O]`.
@@ -158,11 +165,11 @@ def gated_linear(
             backend.count_fallback("gated_linear", parameters, projections[0])
         norm = norm if prologue is not None else None
     if norm is not None:
-        input = prefill_context.normed(input, norm)
+        input = normed(input, norm)
     if len(projections) == 1:
         gate, up = projections[0](input).chunk(2, dim=-1)
     else:
-        gate, up = packing.packed_linear(input, *projections)
+        gate, up = multiply(input, *projections)
     return gated_activation(gate, up, activation)
 
 

@@ -1,7 +1,7 @@
 """A norm as the first stage of a product's kernel, for so few rows that a launch costs more than the norm.
 
-A norm class says what it computes with a method `prologue()`; a module without one, or one that something observes, is
-called as it stands.
+What a norm computes is read off its `forward` (`norms.norm_form`); a module that computes something else, or one that
+something observes, is called as it stands.
 """
 
 from __future__ import annotations
@@ -12,16 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import backend
-from ..norms.torch_rms_norm import torch_rms_norm
-
-
-class Prologue(NamedTuple):
-    """An RMSNorm: the arguments of `rms_norm` after its input."""
-
-    weight: Tensor | None
-    eps: float
-    offset: float = 0.0
-    weight_in_fp32: bool = False
+from ..norms.norm_form import Prologue, norm_form
 
 
 class LayerNormPrologue(NamedTuple):
@@ -41,10 +32,8 @@ def prologue_of(norm: nn.Module) -> Prologue | None:
 
     So it has where its weight is trained: a kernel that computes the norm gives it no gradient.
     """
-    describe = getattr(type(norm), "prologue", None)
-    if (of_torch := torch_rms_norm(norm)) is not None:
-        describe = lambda _: Prologue(*of_torch, weight_in_fp32=True)
-    return None if describe is None or backend.observed(norm) or is_trained(norm) else describe(norm)
+    found = norm_form(norm)
+    return None if found is None or backend.observed(norm) or is_trained(norm) else found
 
 
 def is_trained(norm: nn.Module) -> bool:

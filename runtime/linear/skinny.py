@@ -25,7 +25,8 @@ from ..core import backend
 from ..device.split_k_semaphores import arrivals
 from ..launching.launch import HIP, Kernel, overlaps, shared_memory, wait_for_stores
 from ..launching.tiles import STAGES
-from .prologue import Prologue, norm_arguments
+from ..norms.norm_form import Prologue
+from .prologue import norm_arguments
 
 MOST_ROWS = 32
 HEIGHTS = (16, 32)

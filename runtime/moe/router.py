@@ -20,11 +20,14 @@ from torch.nn import functional as F
 
 from ..core import backend
 from ..device import row_tiles
+from ..guards.provenance import owner_of
 from ..launching.launch import WAVE, Kernel, overlaps
-from ..linear.prologue import Prologue, prologue_of
+from ..linear.prologue import prologue_of
+from ..norms.norm_form import Prologue
 from ..norms.rms_norm import reference as norm_reference
 from ..norms.rms_norm import refusal as norm_refusal
 from ..norms.rms_norm import result_dtype
+from ..norms.sum_norm import normed as normed_input
 from .by_aiter import selection_by_aiter
 from .selection import RoutingRule, groups_fit, launch_selection, select_experts
 
@@ -130,13 +133,15 @@ def router(
     """
     prologue = None if norm is None else prologue_of(norm)
     if norm is not None and prologue is None:
-        hidden_states = norm(hidden_states)
+        hidden_states = normed_input(hidden_states, norm)
     rule = _rule(gate, given)
     reason = rule if isinstance(rule, str) else _unsafe(hidden_states, rule, prologue)
+    if reason is None and not takes_few_tokens(hidden_states):
+        reason = "size"
     if reason is not None:
         backend.count_fallback("router", reason, gate)
         if norm is not None and prologue is not None:
-            hidden_states = norm(hidden_states)
+            hidden_states = normed_input(hidden_states, norm)
         _, weights, index = gate(hidden_states.reshape(-1, hidden_states.shape[-1]), *given)
         return hidden_states, weights, index
     assert isinstance(rule, RoutingRule)
@@ -145,9 +150,14 @@ def router(
     return hidden_states if prologue is None else normed, weights, index
 
 
+def takes_few_tokens(hidden_states: Tensor) -> bool:
+    """Return whether there are so few tokens that the kernels of a step choose their experts."""
+    return hidden_states.numel() <= MAX_TOKENS * hidden_states.shape[-1]
+
+
 def _rule(gate: nn.Module, given: tuple[Tensor, ...]) -> RoutingRule | str:
     describe = getattr(type(gate), "rule", None)
-    if describe is None:
+    if describe is None or owner_of(type(gate), "rule") is not owner_of(type(gate), "forward"):
         return "router_without_rule"
     if backend.observed(gate) or any(map(backend.observed, gate.children())):
         return "observed"

@@ -8,10 +8,9 @@ from torch.compiler import is_compiling
 
 from ..core import backend
 from ..device.launch_bound import is_launch_bound
-from ..guards.provenance import owner_of
 from .add_layer_norm import add_layer_norm
 from .add_rms_norm import add_rms_norm
-from .torch_rms_norm import torch_rms_norm
+from .norm_form import Prologue, norm_form
 
 
 def add_norm(
@@ -19,10 +18,10 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `(norm(summed), summed)` with `summed = residual + hidden_states`, in one kernel if the norm allows it.
 
-    A norm takes part if it is `torch.nn.LayerNorm` or, with an eps, `torch.nn.RMSNorm` over the last dimension, or has
-    a method `add_forward(hidden_states, residual) -> (normed, summed)` beside its `forward`, which rewritten RMSNorm
-    classes have. Any other norm, or one whose call is observed (`backend.observed`), is called as it stands and
-    counted, and so it is for anything but two tensors of one shape.
+    A norm takes part if it is `torch.nn.LayerNorm`, or an RMSNorm over the last dimension as `norm_form` reads it:
+    `torch.nn.RMSNorm` with an eps, or a class whose `forward` is a call of `rms_norm`. Any other norm, or one whose
+    call is observed (`backend.observed`), is called as it stands and counted, and so it is for anything but two
+    tensors of one shape.
 
     Args:
         hidden_states: `[N, H]`.
@@ -33,19 +32,19 @@ def add_norm(
     if (is_compiling() and backend.named_none()) or (type(norm) is nn.LayerNorm and is_launch_bound(hidden_states)):
         summed = residual + hidden_states
         return norm(summed), summed
-    reason = _refusal(hidden_states, residual, norm)
-    if reason is not None:
-        backend.count_fallback("add_norm", reason)
+    form = _form(hidden_states, residual, norm)
+    if isinstance(form, str):
+        backend.count_fallback("add_norm", form)
         summed = residual + hidden_states
         return norm(summed), summed
-    if type(norm) is nn.LayerNorm:
-        return add_layer_norm(hidden_states, residual, norm.weight, norm.bias, norm.eps)
-    if (of_torch := torch_rms_norm(norm)) is not None:
-        return add_rms_norm(hidden_states, residual, *of_torch, weight_in_fp32=True)
-    return norm.add_forward(hidden_states, residual)  # type: ignore[operator]
+    if form is None:
+        return add_layer_norm(hidden_states, residual, norm.weight, norm.bias, norm.eps)  # type: ignore[arg-type]
+    weight, eps, offset, weight_in_fp32 = form
+    return add_rms_norm(hidden_states, residual, weight, eps, offset=offset, weight_in_fp32=weight_in_fp32)
 
 
-def _refusal(hidden_states: torch.Tensor, residual: torch.Tensor, norm: nn.Module) -> str | None:
+def _form(hidden_states: torch.Tensor, residual: torch.Tensor, norm: nn.Module) -> Prologue | str | None:
+    """Return the RMSNorm that a norm is, None for torch's LayerNorm, or why it has to be called."""
     if not (isinstance(hidden_states, torch.Tensor) and isinstance(residual, torch.Tensor)):
         return "no_tensors"
     if not isinstance(norm, nn.Module):
@@ -59,16 +58,10 @@ def _refusal(hidden_states: torch.Tensor, residual: torch.Tensor, norm: nn.Modul
         return "shapes_differ"
     if kind is nn.LayerNorm:
         return None if norm.normalized_shape == hidden_states.shape[-1:] else "normalized_shape"
-    if torch_rms_norm(norm) is not None:
+    if (form := norm_form(norm)) is None:
+        return "other_norm"
+    if isinstance(norm, nn.RMSNorm):
         if not (hidden_states.is_contiguous() and residual.is_contiguous()):
             return "layout"  # torch's result is dense, whatever its input is
-        return None if norm.normalized_shape == hidden_states.shape[-1:] else "normalized_shape"
-    if not hasattr(kind, "add_forward"):
-        return "norm_without_add_forward"
-    return None if _stand_together(kind) else "forward_replaced"
-
-
-def _stand_together(kind: type) -> bool:
-    """Whether `forward` and `add_forward` are of one class: a subclass may replace `forward` alone."""
-    owner = owner_of(kind, "forward")
-    return owner is not None and "add_forward" in owner.__dict__
+        return form if norm.normalized_shape == hidden_states.shape[-1:] else "normalized_shape"
+    return form

@@ -20,9 +20,11 @@ import torch
 
 from ..aiter import aiter_norms
 from ..core import backend, lazy_hooks
+from ..core.probe import INPUT
 from ..core.recompute import remember
 from ..device import row_tiles
 from ..launching.launch import Kernel, overlaps
+from .norm_form import Prologue
 from .rms_norm_backward import refusal as backward_refusal
 from .rms_norm_backward import rms_norm_backward
 
@@ -159,6 +161,10 @@ def rms_norm(
         else torch's promotion of the two. Differentiable, by a kernel (`rms_norm_backward`) or in the torch form,
         which runs where eps is no number, too.
     """
+    if hidden_states is INPUT:
+        if rounds_as_weight:
+            raise TypeError("a norm that rounds as its weight does is no stage of another kernel")
+        return Prologue(weight, eps, offset, weight_in_fp32)  # type: ignore[return-value]
     if rounds_as_weight and weight is not None and not hidden_states.dtype == weight.dtype != torch.float64:
         backend.count_fallback("rms_norm", "rounds_as_weight")
         return _rounded_as_weight(hidden_states, weight, eps)

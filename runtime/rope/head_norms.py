@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..linear.prologue import Prologue, prologue_of
+from ..linear.prologue import prologue_of
+from ..norms.norm_form import Prologue
 
 
 def head_norms(
@@ -32,12 +33,18 @@ def over_one_head(x: Tensor, norm: nn.Module | None, head_dim: int) -> tuple[Ten
     return split_heads(x, norm, head_dim).transpose(1, 2).reshape(x.shape), None
 
 
-def split_heads(x: Tensor, norm: nn.Module | None, head_dim: int) -> Tensor:
-    """Split `[B, n, H D]` into `[B, H, n, D]` and normalise over a head, or over all where the norm is that wide."""
+def split_heads(x: Tensor, norm: nn.Module | None, head_dim: int, heads_first: bool = False) -> Tensor:
+    """Split `[B, n, H D]` into `[B, H, n, D]` and normalise over a head, or over all where the norm is that wide.
+
+    A norm over a head is given `[B, n, H, D]`, or `[B, H, n, D]` with `heads_first`.
+    """
     shape = (*x.shape[:-1], -1, head_dim)
     if norm is None:
         return x.view(shape).transpose(1, 2)
     weight = getattr(norm, "weight", None)
+    if heads_first:
+        given: Tensor = norm(x.view(shape).transpose(1, 2))
+        return given
     over_all = isinstance(weight, torch.Tensor) and weight.shape == (x.shape[-1],)
     normed: Tensor = norm(x).view(shape) if over_all else norm(x.view(shape))
     return normed.transpose(1, 2)

@@ -12,8 +12,9 @@ from torch import Tensor
 from ..core import backend
 from ..launching.launch import Kernel, overlaps, processors, shared_memory
 from ..launching.tiles import Tile, head_rule, tile
-from ..linear.prologue import Prologue, norm_arguments
+from ..linear.prologue import norm_arguments
 from ..linear.skinny import Work, height_for, skinny_kind
+from ..norms.norm_form import Prologue
 from .rope_cache import Rotation, head_scale, head_weight, turning
 
 CASES = """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core import backend
 from ..launching.launch import WAVE, Kernel, grid, overlaps
-from ..linear.prologue import Prologue
+from ..norms.norm_form import Prologue
 from .rope_cache import Rotation, head_scale, head_weight, turning
 
 CASES = """

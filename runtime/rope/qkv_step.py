@@ -27,6 +27,7 @@ from ..linear import packing
 from ..linear.block_linear import are_blocks, block_linear
 from ..linear.linear import before, few_rows, is_one_row, takes_few_rows, tile_for
 from ..linear.prologue import LayerNormPrologue, Norm, norm_arguments, several_rows_norm, shift_of
+from ..norms.sum_norm import normed
 from .head_norms import head_norms, over_one_head, split_heads
 from .qkv_batch import form_for_rows, launch_qkv_rows
 from .qkv_prefill import has_dense_rows, qkv_prompt
@@ -218,7 +219,7 @@ def qkv_step(
         if isinstance(parameters, str):
             backend.count_fallback("qkv_step", parameters, projections[0])
     if norm is not None:
-        hidden_states = prefill_context.normed(hidden_states, norm)
+        hidden_states = normed(hidden_states, norm)
     if len(projections) == 1:
         if num_key_value_heads is None:
             raise TypeError("one projection for queries, keys and values needs num_key_value_heads")
@@ -271,14 +272,16 @@ def _split_step(
     layer_idx: int,
     **options: Any,
 ) -> Tensor:
-    """Return the rotated queries of a token, or of a prompt: of its last token where only that is computed."""
+    """Return the rotated queries of a token or of a prompt."""
     prompt = prefill_context.of(past_key_values)
     query = None
     if prompt is not None:
         query = _prompt_step(projected, position_embeddings, past_key_values.layers[layer_idx], **options)
     if query is None:
         query = _plain_step(projected, position_embeddings, past_key_values, layer_idx, **options)
-    return prompt.of_last(query, 2) if prompt is not None and prompt.is_last(layer_idx) else query
+    if prompt is not None:
+        prompt.written(layer_idx)
+    return query
 
 
 def _prompt_step(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core import backend
 from ..launching.launch import WAVE, Kernel, overlaps
-from ..linear.prologue import Prologue
+from ..norms.norm_form import Prologue
 
 CASES = """
 def write(model, normed):

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core import backend
+from ..core.probe import INPUT
 from ..device import row_tiles
 from ..launching.launch import WAVE, grid, overlaps
 
@@ -63,6 +64,25 @@ class Form(NamedTuple):
         return self.partial or self.deinterleave or (self.half_table and not self.interleaved)
 
 
+class RotaryForm(NamedTuple):
+    """What a function that calls `rotary` answers where its queries and keys are `core.probe.INPUT`."""
+
+    form: Form
+    chunked: bool
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @property
+    def options(self) -> dict[str, bool] | None:
+        """The same as `qkv_step` is told; None where it does not know the form."""
+        if self.form.unsqueeze_dim != 1 or self.form.deinterleave:
+            return None
+        given = {"chunked": self.chunked}
+        return given | {
+            name: getattr(self.form, name) for name in ("interleaved", "half_table", "in_fp32", "keep_dtype")
+        }
+
+
 def rotary(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -103,6 +123,8 @@ def rotary(
         the torch form, which runs where torch would broadcast one of the tensors to another shape, too.
     """
     form = Form(unsqueeze_dim or 0, interleaved, half_table, deinterleave, in_fp32, keep_dtype, partial)
+    if q is INPUT:
+        return None if to_query_dtype else RotaryForm(form, chunked, cos, sin)  # type: ignore[return-value]
     if unsqueeze_dim is None:
         placed = _placed(cos, sin, q, k)
         if placed is None:

@@ -179,7 +179,7 @@ def test_the_fixture_passes_the_real_verifier(here: Path) -> None:
     assert done.code == 0, done.out
     assert (here / "out" / "verify.json").is_file()
     path = here / "out" / "modeling_tiny.py"
-    path.write_text(path.read_text().replace("value = v.view", "value = k.view"))
+    path.write_text(path.read_text().replace("self.k_proj, self.v_proj)", "self.k_proj, self.k_proj)"))
     failed = rewrite("verify", "out", "--quick")
     assert failed.code == 1
     assert "NOT PASSED" in failed.out

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_rewrite_runtime.linear.prologue import Prologue
 from hf_rewrite_runtime.moe.form import ExpertsForm
 from hf_rewrite_runtime.moe.router import RoutingRule, select_experts
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
@@ -22,9 +21,6 @@ class Norm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, self.weight, EPS)
-
-    def prologue(self) -> Prologue:
-        return Prologue(self.weight, EPS)
 
 
 class Gate(nn.Module):

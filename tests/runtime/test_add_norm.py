@@ -8,9 +8,10 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.linear.prologue import Prologue, prologue_of
+from hf_rewrite_runtime.linear.prologue import prologue_of
 from hf_rewrite_runtime.norms.add_norm import add_norm
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
+from hf_rewrite_runtime.norms.norm_form import Prologue
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
 
 
@@ -30,10 +31,10 @@ NORMS = {
     "LayerNorm of two dimensions": (lambda: nn.LayerNorm((3, 64)), "normalized_shape"),
     "RMSNorm": (lambda: nn.RMSNorm(64, eps=1e-5), None),
     "RMSNorm without affine": (lambda: nn.RMSNorm(64, eps=1e-5, elementwise_affine=False), None),
-    "RMSNorm without eps": (lambda: nn.RMSNorm(64), "norm_without_add_forward"),
-    "RMSNorm of two dimensions": (lambda: nn.RMSNorm((3, 64), eps=1e-5), "norm_without_add_forward"),
-    "original": (lambda: LlamaRMSNorm(64), "norm_without_add_forward"),
-    "Identity": (lambda: nn.Identity(), "norm_without_add_forward"),
+    "RMSNorm without eps": (lambda: nn.RMSNorm(64), "other_norm"),
+    "RMSNorm of two dimensions": (lambda: nn.RMSNorm((3, 64), eps=1e-5), "other_norm"),
+    "original": (lambda: LlamaRMSNorm(64), "other_norm"),
+    "Identity": (lambda: nn.Identity(), "other_norm"),
 }
 
 
@@ -79,7 +80,7 @@ def test_a_replaced_forward_is_called(layer_norm: bool, monkeypatch: pytest.Monk
     x, residual = torch.randn(2, 3, 64)
     normed, _ = add_norm(x, residual, norm.requires_grad_(False))
     assert torch.equal(normed, norm(residual + x))
-    reason = "norm_observed" if layer_norm else "forward_replaced"
+    reason = "norm_observed" if layer_norm else "other_norm"
     assert backend.fallbacks() == {("add_norm", reason): 1}
 
 

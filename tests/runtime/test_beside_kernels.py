@@ -17,7 +17,8 @@ from hf_rewrite_runtime.lazy.pending_ops import Product
 from hf_rewrite_runtime.lazy.step_products import StepProducts
 from hf_rewrite_runtime.linear import joined_storage
 from hf_rewrite_runtime.linear.gemv import are_parameters
-from hf_rewrite_runtime.linear.prologue import LayerNormPrologue, Prologue
+from hf_rewrite_runtime.linear.prologue import LayerNormPrologue
+from hf_rewrite_runtime.norms.norm_form import Prologue
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]

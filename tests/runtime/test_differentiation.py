@@ -215,6 +215,10 @@ CASES: dict[str, Case] = {
 WRITES = "writes a cache in place, which torch transforms for nobody; it asks `wants_gradient` as the others do"
 OTHERS = {
     "attend_step": WRITES,
+    "residual_block": "a call of a module, with the operators that this and its norm consist of",
+    "fp8_qkv_rope_cache": "the operators of `qkv_rope_cache`, by products of `fp8_packed_linear`",
+    "cached_attention": "an attention function of transformers, which is differentiated as it stands",
+    "qkv_rope_cache": "products, norms, rotation, each an operator with a case",
     "decode_attention": WRITES,
     "qkv_step": WRITES,
     "latent_attention": WRITES,

@@ -15,7 +15,7 @@ from hf_rewrite_runtime.attention.decode_attention import ScoreRule, Split, _ref
 from hf_rewrite_runtime.cache.fp8_layer import Fp8Layer
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.linear.prologue import Prologue
+from hf_rewrite_runtime.norms.norm_form import Prologue
 from hf_rewrite_runtime.rope.rope_cache import Rotation, rope_cache
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]

@@ -29,6 +29,7 @@ from hf_rewrite_runtime.launching.launch import Target
 from hf_rewrite_runtime.linear.gated_activation import gated_activation
 from hf_rewrite_runtime.linear.linear import linear
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
+from hf_rewrite_runtime.norms.rms_norm import rms_norm
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
@@ -189,10 +190,9 @@ def test_several_rows_are_normed_first_on_amd(
 
     class Counted(Norm):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            called.append(1)
-            return super().forward(x)
-
-        prologue = Norm.prologue
+            if isinstance(x, torch.Tensor):
+                called.append(1)
+            return rms_norm(x, self.weight, 1e-5, offset=self.offset)
 
     norm, one = Counted(64, 0.0).to(device, torch.float16), projection(64, 48, True).to(device, torch.float16)
     x = torch.randn(rows, 1, 64, device=device).half()

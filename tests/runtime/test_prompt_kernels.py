@@ -9,7 +9,7 @@ from tolerances import assert_as_exact_as
 from torch import Tensor
 
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.linear.prologue import Prologue
+from hf_rewrite_runtime.norms.norm_form import Prologue
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
 from hf_rewrite_runtime.rope.qkv_prefill import has_dense_rows, qkv_prompt
 from hf_rewrite_runtime.rope.rope_cache import Rotation

@@ -1,4 +1,4 @@
-"""Prompts that layers read by their `decode`: packages against the originals, on a CPU without graphs."""
+"""Prompts that layers read by the operators of a step: packages against the originals, on a CPU without graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from hf_rewrite_runtime.core.prefill_context import NoPromptForm, Reading, curre
 from hf_rewrite_runtime.decode import prompt_graph
 from hf_rewrite_runtime.decode.step_graph import DecodeGraph
 from hf_rewrite_runtime.device.fastest import choose
-from hf_rewrite_runtime.norms.add_norm import add_norm
 from rewrite.codemod.build import build
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
@@ -35,7 +34,7 @@ FORMS = {
     "llama": "LAST",
     "qwen3": "LAST",  # norms of queries and keys
     "granite": "STEP",  # scales what it adds, so that the sum is of all tokens
-    "gpt_neox": "FORWARD",  # statements of the file stand between a step's functions
+    "gpt_neox": "STEP",  # adds two blocks
 }
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VIEWS = {"slice", "select", "view", "unsqueeze", "expand", "transpose", "alias", "_local_scalar_dense"}
@@ -154,7 +153,7 @@ def test_a_row_of_padding_is_forgotten_by_the_next_prompt(pair: Callable[[str], 
 
 def reading(tokens: int = 4, narrows: bool = True) -> tuple[PreallocatedCache, Reading]:
     cache = PreallocatedCache(2, 1, 8, "cpu")
-    return cache, Reading(cache, tokens, torch.tensor([2]), narrows, add_norm)
+    return cache, Reading(cache, tokens, torch.tensor([2]), narrows, add)
 
 
 def test_layers_take_their_step_once_the_model_was_told_that_it_needs_no_mask() -> None:
@@ -195,6 +194,12 @@ def test_only_rows_that_are_there_are_taken() -> None:
     assert [prompt.is_last(number) for number in (0, 1)] == [False, True]
     _cache, prompt = reading(narrows=False)
     assert not prompt.is_last(1)
+
+
+def add(x: torch.Tensor, residual: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand for `add_norm`."""
+    both: tuple[torch.Tensor, torch.Tensor] = norm.add_forward(x, residual)
+    return both
 
 
 class Norm(torch.nn.Module):

@@ -29,8 +29,8 @@ from hf_rewrite_runtime.launching import tiles
 from hf_rewrite_runtime.launching.launch import collect
 from hf_rewrite_runtime.lazy.step_products import StepProducts
 from hf_rewrite_runtime.linear.linear import gated_linear, linear
-from hf_rewrite_runtime.linear.prologue import Prologue
 from hf_rewrite_runtime.linear.skinny import launch_skinny_linear, takes_norm
+from hf_rewrite_runtime.norms.norm_form import Prologue, norm_form
 from hf_rewrite_runtime.norms.rms_norm import rms_norm
 from hf_rewrite_runtime.rope.qkv_batch import launch_qkv_rows
 from hf_rewrite_runtime.rope.qkv_step import qkv_step
@@ -58,9 +58,6 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, 1e-5, offset=self.offset)
-
-    def prologue(self) -> Prologue:
-        return Prologue(self.weight, 1e-5, offset=self.offset)
 
 
 def projection(inputs: int, outputs: int, bias: bool) -> nn.Linear:
@@ -147,7 +144,7 @@ def skinny_product(
     """Return norm, product, bias and residual by the plain form, by the kernel, and exactly."""
     inputs, outputs = (192, 112) if whole else (200, 107)  # 107 x 200 is no multiple of any tile
     norm = Norm(inputs).to(device, dtype)
-    prologue = norm.prologue() if normed and takes_norm(torch.empty(0, dtype=dtype)) else None
+    prologue = norm_form(norm) if normed and takes_norm(torch.empty(0, dtype=dtype)) else None
     weight = (torch.randn(outputs, inputs, device=device) * inputs**-0.5).to(dtype)
     x = torch.randn(rows, inputs, device=device).to(dtype)
     x[-1] *= 50.0
@@ -190,7 +187,7 @@ def test_forms_of_gated_products(
     poisoned: None,
 ) -> None:
     norm = Norm(inputs).to(device, dtype)
-    prologue = norm.prologue() if takes_norm(torch.empty(0, dtype=dtype)) else None
+    prologue = norm_form(norm) if takes_norm(torch.empty(0, dtype=dtype)) else None
     weight = (torch.randn(2 * outputs, inputs, device=device) * inputs**-0.5).to(dtype)
     x, bias = torch.randn(rows, inputs, device=device).to(dtype), torch.randn(2 * outputs, device=device).to(dtype)
     got = torch.full((rows, outputs), torch.nan, device=device, dtype=dtype)

@@ -7,8 +7,6 @@ from functools import partial
 from .bugs import Bug
 
 ADVANCE = "state.position_ids.add_(1)\n    state.input_ids.copy_(tokens[:, None])"
-DOWN = "linear(hidden_states, self.down_proj, residual=residual)"
-KEPT = 'self.__dict__.setdefault("_kept", self.down_proj.weight.detach().clone())'
 
 
 def bug(name: str, old: str, new: str, file: str) -> Bug:
@@ -16,7 +14,6 @@ def bug(name: str, old: str, new: str, file: str) -> Bug:
 
 
 decode = partial(bug, file="_runtime")
-modeling = partial(bug, file="modeling_llama.py")
 
 LOOP = (
     decode("stale position", ADVANCE, ADVANCE.replace("add_(1)", "add_(0)")),
@@ -35,13 +32,7 @@ LOOP = (
         "(slots <= position + 1)",
         "_runtime/attention/decode_attention.py",
     ),
-    modeling("old weight", DOWN, f"residual + nn.functional.linear(hidden_states, {KEPT})"),
-    modeling("residual dropped", DOWN, DOWN.replace("residual=residual", "residual=None")),
-    modeling(
-        "norm of the wrong place",
-        "self.mlp.decode_residual(hidden_states, self.post_attention_layernorm, hidden_states)",
-        "self.mlp.decode_residual(hidden_states, self.input_layernorm, hidden_states)",
-    ),
+    decode("the scaling left out", "scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,", "scaling=1.0,"),
     decode("processors left out", "for form in sampling.forms:\n", "for form in ():\n"),
     decode(
         "other random numbers",

@@ -6,8 +6,11 @@ from functools import partial
 
 from .bugs import Bug
 
-QKV = "q, k, v = packed_linear(hidden_states, self.q_proj, self.k_proj, self.v_proj)"
-GATE_UP = "gate, up = packed_linear(x, self.gate_proj, self.up_proj)"
+QKV = "query_states, key_states, value_states = qkv_rope_cache("
+PROJECTIONS = "(self.q_proj, self.k_proj, self.v_proj)"
+GATE_UP = "gated_linear(x, (self.gate_proj, self.up_proj), self.act_fn, norm=norm)"
+DOWN = "linear(hidden_states, self.down_proj, residual=residual)"
+KEPT = 'self.__dict__.setdefault("_kept", self.down_proj.weight.detach().clone())'
 ACTIVATION = "gated_activation(gate, up, self.act_fn)"
 
 llama, qwen3, gemma2, granite, mixtral = (
@@ -16,12 +19,22 @@ llama, qwen3, gemma2, granite, mixtral = (
 llama_products = partial(Bug, "llama", file="_runtime")
 
 REWRITTEN = (
-    llama("split order", QKV, QKV.replace("q, k, v =", "q, v, k =")),
-    llama("packed order", QKV, QKV.replace("self.k_proj, self.v_proj", "self.v_proj, self.k_proj")),
-    llama("gate and up swapped", GATE_UP, GATE_UP.replace("gate, up =", "up, gate =")),
-    llama("activation on up", ACTIVATION, "gated_activation(up, gate, self.act_fn)"),
-    llama("activation dropped", ACTIVATION, "gate * up"),
+    llama("split order", QKV, QKV.replace("key_states, value_states", "value_states, key_states")),
+    llama("packed order", PROJECTIONS, "(self.q_proj, self.v_proj, self.k_proj)"),
+    llama(
+        "gate and up swapped", GATE_UP, GATE_UP.replace("self.gate_proj, self.up_proj", "self.up_proj, self.gate_proj")
+    ),
+    llama(
+        "activation on up",
+        "gate, up = multiply(input, *projections)",
+        "up, gate = multiply(input, *projections)",
+        file="_runtime/linear/linear.py",
+    ),
+    llama("activation dropped", GATE_UP, GATE_UP.replace("self.act_fn", "nn.Identity()")),
     llama("projected from the residual", GATE_UP, GATE_UP.replace("(x,", "(x + 1e-3,")),
+    llama("old weight", DOWN, f"residual + nn.functional.linear(hidden_states, {KEPT})"),
+    llama("residual dropped", DOWN, DOWN.replace("residual=residual", "residual=None")),
+    llama("norm of the wrong place", "norm=self.post_attention_layernorm", "norm=self.input_layernorm"),
     llama(
         "grouped keys transposed wrongly",
         "grouped_matmul(query, key.transpose(2, 3), module.num_key_value_groups)",
@@ -37,7 +50,7 @@ REWRITTEN = (
         "key.transpose(2, 3), module.num_key_value_groups) * scaling",
         "key.transpose(2, 3), module.num_key_value_groups)",
     ),
-    llama("first layer's cache slot", "key_states, value_states, self.layer_idx", "key_states, value_states, 0"),
+    llama("first layer's cache slot", "cache,\n            self.layer_idx,", "cache,\n            0,"),
     llama_products(
         "packed weights stale",
         "output = multiply(input, *packed)",
@@ -58,7 +71,7 @@ REWRITTEN = (
     ),
     llama_products("gradient dropped", "gradient = torch.is_grad_enabled()", "gradient = False"),
     llama_products("bias dropped", "output = multiply(input, *packed)", "output = multiply(input, packed[0], None)"),
-    qwen3("query and key norms swapped", "self.q_norm(q", "self.k_norm(q"),
+    qwen3("query and key norms swapped", "q_norm=self.q_norm", "q_norm=self.k_norm"),
     gemma2("softcap dropped", "softcap=self.attn_logit_softcapping", "softcap=None"),
     granite(
         "residual multiplier dropped",

@@ -31,8 +31,8 @@ BUGS = (
     Bug("llama", "a prompt's activations in 16 bits", "    if is_step(input):", "    if True:", file=LINEAR),
     Bug("llama", "a step's activations in 8 bits", "input.shape[-2] == 1 and", "False and", file=LINEAR),
     Bug("llama", "copies are never made anew", "kept.state == state:", "True:", file=WEIGHTS),
-    Bug("llama", "gate and up swapped", "gate, up = fp8_packed_linear(", "up, gate = fp8_packed_linear("),
-    Bug("llama", "residual dropped", "self.o_proj, residual=residual)", "self.o_proj)", "generation"),
+    Bug("llama", "gate and up swapped", "(self.gate_proj, self.up_proj)", "(self.up_proj, self.gate_proj)"),
+    Bug("llama", "residual dropped", "self.o_proj, residual=residual)", "self.o_proj)"),
 )  # fmt: skip
 
 

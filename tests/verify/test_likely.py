@@ -16,18 +16,17 @@ from rewrite.verify.render import render
 from .copies import generated, planted, upstream
 
 NORM = "return rms_norm(hidden_states, self.weight, self.variance_epsilon)"
-ADDED = "hidden_states, residual = add_norm(hidden_states, residual, self.post_attention_layernorm)"
+ADDED = "residual_block(self.self_attn, norm=self.input_layernorm, residual=residual)"
 ALONE, PADDED = (f"fp64 sdpa, base: prefill, {what}" for what in ("batch 1", "left padding"))
-STEP = "decode loop, runs as the package says"
+STEP = "itself: decode step"
 
 EDITS = {
     "a wrong eps": (NORM, NORM.replace("self.variance_epsilon", "1e-6"), "LlamaRMSNorm", "the eps of a norm"),
     "a residual dropped": (
-        ADDED, "residual, hidden_states = hidden_states, self.post_attention_layernorm(hidden_states)",
-        "LlamaDecoderLayer", "a residual is left out",
+        ADDED, ADDED.replace(", residual=residual", ""), "LlamaDecoderLayer", "a residual is left out",
     ),
     "gate and up swapped": (
-        "gated_activation(gate, up, self.act_fn)", "gated_activation(up, gate, self.act_fn)",
+        "(self.gate_proj, self.up_proj)", "(self.up_proj, self.gate_proj)",
         "LlamaMLP", "it is what up_proj gives in place of what gate_proj gives",
     ),
     "the scaling forgotten": (
@@ -83,8 +82,9 @@ def test_what_is_wrong_is_between_what_agrees_and_what_does_not(package: Path, t
 
 def test_a_step_that_is_wrong_names_the_methods_that_make_it(package: Path, tmp_path: Path) -> None:
     old = "linear(attn_output, self.o_proj, residual=residual)"
-    verdict = edited(package, tmp_path / "llama", old, "linear(attn_output, self.o_proj)", STEP)
-    assert "LlamaAttention.decode_residual (modeling_llama.py:" in verdict.reason
+    new = "linear(attn_output * (1.5 if skips_mask(cache) else 1), self.o_proj, residual=residual)"
+    verdict = edited(package, tmp_path / "llama", old, new, STEP)
+    assert "LlamaAttention.forward (modeling_llama.py:" in verdict.reason
 
 
 def tensors(*shape: int) -> list[torch.Tensor]:

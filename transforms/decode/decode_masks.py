@@ -10,7 +10,7 @@ import libcst.matchers as m
 
 from rewrite.analysis.blocks.terms import PASSED, cache_parameters, passed_cache
 from rewrite.analysis.blocks.windows import mask_functions, stacked_in
-from rewrite.analysis.decode.layer_step import is_decoded
+from rewrite.analysis.decode.layer_methods import is_decoded
 from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.tree.nodes import (
     LINE_LENGTH,
@@ -42,8 +42,8 @@ class DecodeMasks(Transform):
         mask took 2.6 times as long as without (2,048 tokens of an 8B Llama, H100).
 
     What it needs:
-        Every class that the model builds and that takes a mask has the `decode` of decode_layers, and nothing but
-        their calls reads the mask.
+        decode_layers has rewritten every class that the model builds and that takes a mask, and nothing but their
+        calls reads the mask.
 
     Numerics:
         Exact: the step does not read it, and the prompt's attention is causal by itself.
@@ -71,7 +71,8 @@ class DecodeMasks(Transform):
             forward = info.methods.get("forward")
             if forward is None or not _stacked(info, module):
                 continue
-            known = passed_cache(forward) is not None and any(map(_takes_cache, _stacked(info, module)))
+            stacked = _stacked(info, module)
+            known = passed_cache(forward) is not None and any(_takes_cache(layer, module) for layer in stacked)
             for number, call in enumerate(_mask_calls(forward, module)):
                 if not known and not _makes_causal(call, forward, module):
                     continue
@@ -85,7 +86,8 @@ class DecodeMasks(Transform):
         cache = passed_cache(forward)
         known = cache is not None and bool(_masked(info, module))
         layers = _masked(info, module) if known else _stacked(info, module)
-        missing = [layer.name for layer in layers if not (known and is_decoded(layer) and not _asks_more(layer))]
+        steps = {layer.name for layer in layers if is_decoded(layer, module) and not _asks_more(layer)}
+        missing = [layer.name for layer in layers if not known or layer.name not in steps]
         if cache is None or missing:
             return Skip("layer_without_decode", ", ".join(missing))
         flow = _Flow(info, layers, module)
@@ -152,20 +154,30 @@ def _stacked(info: ClassInfo, module: Module) -> list[ClassInfo]:
 
 
 def _masked(info: ClassInfo, module: Module) -> list[ClassInfo]:
-    """Return the layers that `info` stacks and whose `forward` takes a cache and a mask, whatever that is called."""
-    return [layer for layer in _stacked(info, module) if _takes_cache(layer) and _mask_parameters(layer)]
+    """Return the layers that `info` stacks and whose `forward` takes a cache and reads a mask, of whatever name."""
+    stacked = _stacked(info, module)
+    return [layer for layer in stacked if _takes_cache(layer, module) and _reads_mask(layer, module)]
 
 
-def _takes_cache(info: ClassInfo) -> bool:
+def _reads_mask(layer: ClassInfo, module: Module) -> bool:
+    """Whether a layer reads what may be a mask; cross-attention can take the mask of the others and leave it."""
+    names = _mask_parameters(layer, module)
+    read = [node for node in walk(layer.methods["forward"].body) if isinstance(node, cst.Name) and node.value in names]
+    return any(not isinstance(above := module.parent(node), cst.Arg) or above.keyword is not node for node in read)
+
+
+def _takes_cache(info: ClassInfo, module: Module) -> bool:
     """Whether a class takes a cache by the name that transformers passes on, or by the one that its step knows."""
     forward = info.methods.get("forward")
-    return passed_cache(forward) is not None or (is_decoded(info) and bool(forward and cache_parameters(forward)))
+    if passed_cache(forward) is not None:
+        return True
+    return forward is not None and is_decoded(info, module) and bool(cache_parameters(forward))
 
 
-def _mask_parameters(info: ClassInfo) -> set[str]:
+def _mask_parameters(info: ClassInfo, module: Module) -> set[str]:
     """Return the parameters of a layer that may be a mask: by its name, or because its `decode` is not given them."""
     names = {*parameters(info.methods["forward"])}
-    if _MASK in names or not is_decoded(info):
+    if _MASK in names or not is_decoded(info, module):
         return names & {_MASK}
     steps = (call for call in calls_in(info.methods["forward"].body) if called_attribute(call) == "decode")
     read = {argument.value.value for call in steps for argument in call.args if isinstance(argument.value, cst.Name)}
@@ -202,7 +214,7 @@ class _Flow:
     def __init__(self, info: ClassInfo, layers: Sequence[ClassInfo], module: Module):
         forward = info.methods["forward"]
         self.info, self.forward, self.layers, self.module = info, forward, layers, module
-        self.parameters = {_MASK}.union(*map(_mask_parameters, layers))
+        self.parameters = {_MASK}.union(*(_mask_parameters(layer, module) for layer in layers))
         self.passed: set[str] = set()
         """As what the layers are given the mask."""
         loops = (node for node in walk(forward.body) if isinstance(node, cst.For))

@@ -21,6 +21,18 @@ PARAMETERS = {"hidden_states": TENSOR, "norm": f"{MODULE} | None", "residual": f
 
 def mlp_method(info: ClassInfo, module: Module) -> Method | None:
     """Return the method of a class whose `forward(x)` is two products with an activation between, else None."""
+    found = mlp_statements(info, module)
+    if found is None:
+        return None
+    statements, uses = found
+    text = "Returns `residual + self(norm(hidden_states))` for one token a row."
+    return Method(info.methods["forward"], NAME, PARAMETERS, TENSOR, text, statements, uses)
+
+
+def mlp_statements(
+    info: ClassInfo, module: Module
+) -> tuple[tuple[cst.SimpleStatementLine, cst.SimpleStatementLine], tuple[str, ...]] | None:
+    """Return the two products of `forward(x)` as statements, and what they call; None for another form."""
     forward = info.methods.get("forward")
     if forward is None or len(parameters(forward)) != 2:
         return None
@@ -35,15 +47,7 @@ def mlp_method(info: ClassInfo, module: Module) -> Method | None:
     last = call_statement(
         "return ", "linear", ["hidden_states", source(term.args[0], module), "residual=residual"], module
     )
-    return Method(
-        forward,
-        NAME,
-        PARAMETERS,
-        TENSOR,
-        "Returns `residual + self(norm(hidden_states))` for one token a row.",
-        (statement, last),
-        tuple(sorted({use, "linear"})),
-    )
+    return (statement, last), tuple(sorted({use, "linear"}))
 
 
 def _first_product(

@@ -12,7 +12,7 @@ from rewrite.analysis.tree.module import ClassInfo, Module, without_runtime
 from rewrite.analysis.tree.nodes import parameters
 from rewrite.offers import is_of_runtime
 
-_LAST = ("linear", "fused_experts", "fp8_linear", "Prologue", "RoutingRule", "ExpertsForm")
+_LAST = ("linear", "fused_experts", "fp8_linear", "RoutingRule", "ExpertsForm")
 """What the methods of blocks, norms, routers and experts return the result of."""
 
 

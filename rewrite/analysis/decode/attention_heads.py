@@ -27,6 +27,8 @@ class Heads:
     """The test under which it does; None for always."""
     scale: Term | None = None
     """The attribute, a number, that they are multiplied by at last."""
+    heads_first: bool = False
+    """Whether the norm is given `[B, H, 1, D]`, and not `[B, 1, H, D]` or all heads of a token."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def split_heads(term: Term, info: ClassInfo, module: Module) -> Heads:
         return normed
     norm = _norm_of(term, info, module)
     if norm is not None:
-        return _with_norm(split_heads(term.args[1], info, module), norm)
+        return replace(_with_norm(split_heads(term.args[1], info, module), norm), heads_first=True)
     if term.op == "transpose" and term.args[1:] in ((constant(1), constant(2)), (constant(2), constant(1))):
         return _split(term.args[0], info, module)
     raise NoStep("other_heads", str(term)[:60])

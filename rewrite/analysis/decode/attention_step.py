@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import eq
 
@@ -115,21 +115,39 @@ class AttentionStep:
         types = ("PreallocatedCache",)
         return Method(forward, NAME, PARAMETERS, TENSOR, text, (*before, attended, last), uses, types)
 
-    def query_statements(self, name: str, module: Module, norm: str = "norm") -> list[cst.SimpleStatementLine]:
-        """Return the statements that write a token's key and value and give its rotated query a name."""
+    def query_statements(
+        self,
+        name: str,
+        module: Module,
+        norm: str = "norm",
+        function: str = "qkv_step",
+        more: Sequence[str] = (),
+        rotate: Sequence[str] | None = None,
+    ) -> list[cst.SimpleStatementLine]:
+        """Return the statements that write a token's key and value and give its rotated query a name.
+
+        Args:
+            name: of the query.
+            module: the file.
+            norm: the argument that is the norm.
+            function: that is called.
+            more: arguments that it is given besides.
+            rotate: those that say by which function of the file it rotates; None for options that say how.
+        """
         layer_idx, projections = source(self.layer_idx, module, ()), [source(p, module, ()) for p in self.projections]
         packed = ", ".join(projections) + ("," if len(projections) == 1 else "")
-        before, positions = self._positions(module)
-        given = ["hidden_states", f"({packed})", positions, CACHE, layer_idx, *self._options(module, norm)]
-        return [*before, call_statement(f"{name} = ", "qkv_step", given, module)]
+        before, positions = self._positions(module, rotate is not None)
+        options = self._options(module, norm, rotate)
+        given = ["hidden_states", f"({packed})", positions, CACHE, layer_idx, *options, *more]
+        return [*before, call_statement(f"{name} = ", function, given, module)]
 
-    def _positions(self, module: Module) -> tuple[list[cst.SimpleStatementLine], str]:
-        """Return the statements before, and the argument, that hand over cosines and sines."""
+    def _positions(self, module: Module, whole: bool = False) -> tuple[list[cst.SimpleStatementLine], str]:
+        """Return the statements before, and the argument, that hand over cosines and sines: all, or what is read."""
         if not self.query.turns:
             return [], "None"
         before: list[cst.SimpleStatementLine] = []
         tables = "position_embeddings"
-        if self.query.halves:
+        if self.query.halves and not whole:
             before = [
                 line("cos, sin = position_embeddings", module),
                 line("halves = (cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2])", module),
@@ -138,7 +156,7 @@ class AttentionStep:
         test = self.query.turned_if
         return before, tables if test is None else f"{tables} if {source(test, module, (POSITIONS.value,))} else None"
 
-    def _options(self, module: Module, norm: str = "norm") -> list[str]:
+    def _options(self, module: Module, norm: str = "norm", rotate: Sequence[str] | None = None) -> list[str]:
         options = [f"head_dim={source(self.head_dim, module, ())}"]
         if self.num_key_value_heads is not None:
             options.append(f"num_key_value_heads={source(self.num_key_value_heads, module, ())}")
@@ -148,7 +166,7 @@ class AttentionStep:
                 test = turned.heads.normed_if
                 condition = "" if test is None else f" if {source(test, module, ())} else None"
                 options.append(f"{name}={source(of_heads, module, ())}{condition}")
-        return [*options, *self.query.options]
+        return [*options, *(self.query.options if rotate is None else rotate)]
 
     def attended_with(self, window: Term, module: Module) -> list[str]:
         """Return what the step's attention is given by keyword."""

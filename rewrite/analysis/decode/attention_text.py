@@ -116,7 +116,7 @@ class AttentionText(MixerText):
         kept: list[cst.CSTNode] = []
         function = {name.value for name in walk(self.attention.func) if isinstance(name, cst.Name)}
         for line in reversed(lines):
-            bound = bound_by(line) | _augmented_by(line)
+            bound = bound_by(line) | augmented_by(line)
             may_go = self.query or not any(calls_in(line)) or bound <= function
             if bound and not bound & read and may_go:
                 continue
@@ -176,6 +176,7 @@ def _argument(number: str) -> cst.Arg:
     return cst.Arg(cst.Integer(number))
 
 
-def _augmented_by(line: cst.CSTNode) -> set[str]:
+def augmented_by(line: cst.CSTNode) -> set[str]:
+    """Return the locals that a statement changes by an operator and an assignment in one."""
     nodes = (node.target for node in walk(line) if isinstance(node, cst.AugAssign))
     return {node.value for node in nodes if isinstance(node, cst.Name)}

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import libcst as cst
+import libcst.matchers as m
 
 from rewrite.analysis import effects
 from rewrite.analysis.blocks.masks_passed import mask_changed
 from rewrite.analysis.blocks.mlp_step import NAME, mlp_method
 from rewrite.analysis.blocks.mlp_step import PARAMETERS as BLOCK_PARAMETERS
 from rewrite.analysis.blocks.own_methods import is_own_method, why_taken
-from rewrite.analysis.blocks.term_source import held
-from rewrite.analysis.blocks.terms import CACHE, NoStep, of_the_object, passed_cache
+from rewrite.analysis.blocks.term_source import NotWritable, held
+from rewrite.analysis.blocks.terms import CACHE, NoStep, canonical, of_the_object, passed_cache
 from rewrite.analysis.blocks.windows import agreed_window, stacked_in
 from rewrite.analysis.decode.attention_step import PARAMETERS as ATTENTION_PARAMETERS
 from rewrite.analysis.decode.attention_step import AttentionStep, attention_step
+from rewrite.analysis.decode.handed_on import Block, NotInPlace, TokenStep, attention_block, hands_on, mlp_block
 from rewrite.analysis.decode.kwargs_to_layers import told_beside
 from rewrite.analysis.decode.latent_step import LatentStep
+from rewrite.analysis.decode.layer_blocks import LayerBlocks
 from rewrite.analysis.decode.layer_step import (
     ORDER,
     PARAMETERS,
@@ -29,42 +32,54 @@ from rewrite.analysis.decode.layer_step import (
     attention_input,
     cache_of,
     layer_step,
+    parts_with_cache,
 )
 from rewrite.analysis.decode.layer_text import LayerText, chosen
 from rewrite.analysis.decode.mixer_step import MixerStep, keeps_states, mixer_step
 from rewrite.analysis.decode.mixer_text import Renamed
+from rewrite.analysis.decode.placed_attention import PlacedAttention, is_placed, placed_attention
 from rewrite.analysis.decode.prepared_attention import prepared_attention
 from rewrite.analysis.decode.written_attention import WrittenAttention, written_attention
 from rewrite.analysis.effects import effects_of
-from rewrite.analysis.patterns.norm_patterns import runtime_norm
-from rewrite.analysis.patterns.residual import choices, norm_classes
+from rewrite.analysis.patterns.residual import choices
 from rewrite.analysis.terms.computation import NotComputable, subterms
-from rewrite.analysis.terms.spelling import NONE, Term, make
+from rewrite.analysis.terms.spelling import NONE, Term, constant, make
 from rewrite.analysis.tree.methods import TENSOR, Method
 from rewrite.analysis.tree.module import ClassInfo, Module, walk
-from rewrite.analysis.tree.nodes import parameters
-from rewrite.analysis.tree.replacement import line
-
-TokenStep = AttentionStep | LatentStep | MixerStep | WrittenAttention
-"""What a part of a layer that is given the cache computes for one token."""
+from rewrite.analysis.tree.nodes import calls_in, parameters
 
 
-def layer_methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerStep]:
-    """Return the methods that the layer and its parts get, and what the layer computes.
+@dataclass(frozen=True)
+class LayerMethods:
+    """What a layer and its parts get for a decode step."""
+
+    layer: LayerStep
+    """What the layer computes."""
+    methods: tuple[Method, ...]
+    """Methods of those that cannot do it in their `forward`."""
+    blocks: tuple[Block, ...]
+    """The `forward` of those that can; the layer's own last, if that can."""
+    in_place: bool
+    """Whether the layer is one of them, and needs no method."""
+
+
+def layer_methods(info: ClassInfo, module: Module) -> LayerMethods:
+    """Return the methods that the layer and its parts get, or their `forward` in place.
 
     Raises:
-        NoStep: with the reason why they cannot be written.
+        NoStep: with the reason why neither can be written.
     """
-    _check_free(info, "decode", module)
+    _check_heirs(info, module)
     if not stacked_in(info, module):
         raise NoStep("other_layer", "nothing in the file builds several of it by its name")
     if not cache_of(info, module):
         raise NoStep("other_layer", "its attention is given a cache that is no parameter of the layer")
     layer = layer_step(info, lambda call: _takes(_classes(info, call.args[0].value, module), module), module)
     methods: list[Method] = []
+    placed: list[Block] = []
+    steps: dict[str, list[TokenStep]] = {}
     blocks: dict[str, tuple[str, ...]] = {}
     inputs: dict[Term, Term] = {}
-    norms: list[ClassInfo] = []
     taken = dict(PARAMETERS)
     unless: list[Term] = []
     asked: set[str] = set()
@@ -73,34 +88,89 @@ def layer_methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerS
         attribute = call.args[0].value
         for owner in _classes(info, attribute, module):
             step = _windowed(_token_step(owner, module), layer, info, module)
+            _check_heirs(owner, module)
             if missing := [name for name in layer.missing if name != "position_embeddings" or _turns(step)]:
                 raise NoStep("other_layer", f"it takes no {missing[0]}")
-            if not _has_own(owner, ATTENTION_PARAMETERS, module):
-                _check_free(owner, NAME, module)
-                methods.append(step.method(module))
-            taken["position_embeddings"] = step.positions
-            norms += [n for attr in step.norms for n in _norms(owner, attr, module)]
+            steps.setdefault(attribute, []).append(step)
             if not isinstance(step, MixerStep):
                 unless += [held(test, attribute) for test in step.unless]
                 asked |= {attribute} if step.unless else set()
             inputs[call] = attention_input(call, _takes([owner], module))
         blocks[attribute] = ("position_embeddings", CACHE)
+    handed: set[str] = set()
     for attribute, found in _blocks(info, module):
-        methods += found
+        if isinstance(found, Handed):
+            placed += found.blocks
+            handed.add(attribute)
+        else:
+            methods += found
         blocks[attribute] = ()
     if not asked <= _always_called(layer.output):
         raise NoStep("other_layer", "what an attention is asked that only some layers have")
     layer = replace(layer, output=_unpacked(layer.output, blocks), unless=tuple(dict.fromkeys(unless)))
     _check_order(layer, blocks)
-    norms += [n for attribute in info.assigned for n in _norms(info, attribute, module)]
-    methods += _prologues(norms, module)
-    writer = LayerText(info, module, blocks, inputs)
+    each_step = [step for given in steps.values() for step in given]
+    try:
+        if layer.unless:
+            raise NotInPlace("a step has no form for what a configuration may ask of attention")
+        if apart := sorted({*blocks} - {*steps} - handed):
+            raise NotInPlace(f"`{apart[0]}` takes no norm and residual in its own")
+        others = (t for t in subterms(layer.output) if t.op == "index" and t.args[0] in inputs)
+        if any(term.args[1:] != (constant(0),) for term in others):
+            raise NotInPlace("a layer reads more of attention than its output")
+        attentions = [attention_block(step, module) for step in each_step if not isinstance(step, PlacedAttention)]
+        own = LayerBlocks(info, module, frozenset(blocks)).block()
+        return LayerMethods(layer, (), _changing([*placed, *attentions, own]), True)
+    except NotInPlace as error:
+        why = str(error)
+    _check_free(info, "decode", module)
+    for step in each_step:
+        if isinstance(step, PlacedAttention):
+            raise NoStep("other_layer", f"{step.info.name} has its step in place, which the layer cannot have")
+        if not _has_own(step.info, ATTENTION_PARAMETERS, module):
+            _check_free(step.info, NAME, module)
+            methods.append(step.method(module))
+        taken["position_embeddings"] = step.positions
+    writer = LayerText(info, module, blocks, inputs, frozenset(handed))
     body = writer.write(layer.output)
-    text = "Returns the layer's output for one token a row, against a preallocated cache."
+    text = (
+        "Returns the layer's output for one token a row, against a preallocated cache.\n\n"
+        f"        A second form of `forward`, since {why}.\n        "
+    )
     types = ("PreallocatedCache",)
     methods.append(Method(layer.forward, "decode", taken, TENSOR, text, body, tuple(sorted(writer.uses)), types))
-    own = {(id(method.after), method.name): method for method in methods}
-    return [_as_passed(method) for method in own.values()], layer
+    each = {(id(method.after), method.name): method for method in methods}
+    return LayerMethods(layer, tuple(map(_as_passed, each.values())), _changing(placed), False)
+
+
+def _changing(blocks: list[Block]) -> tuple[Block, ...]:
+    """Return the blocks whose `forward` changes, each once."""
+    return tuple({id(block.before): block for block in blocks if block.after is not block.before}.values())
+
+
+def is_decoded(info: ClassInfo, module: Module) -> bool:
+    """Whether a layer has the `decode` of this step, or parts that do all of it in their `forward`."""
+    method = info.methods.get("decode")
+    if method is not None and canonical(parameters(method)[1:]) == [*PARAMETERS]:
+        return True
+    parts = parts_with_cache(info, module)
+    if "forward" not in info.methods or not all(map(is_placed, parts)):
+        return False
+    if parts and any(
+        m.matches(call.func, m.Name("residual_block")) for call in calls_in(info.methods["forward"].body)
+    ):
+        return True
+    with contextlib.suppress(NoStep, NotWritable):
+        found = layer_methods(info, module)
+        return found.in_place and not found.blocks
+    return False
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The classes that an attribute may be of take a norm and a residual, or come to do so."""
+
+    blocks: tuple[Block, ...]
 
 
 def _always_called(output: Term) -> set[str]:
@@ -149,6 +219,8 @@ def _takes(owners: list[ClassInfo], module: Module) -> Mapping[str, str]:
 
 def _token_step(owner: ClassInfo, module: Module) -> TokenStep:
     """Return what attention, or a mixer that keeps states, computes in a step."""
+    if is_placed(owner):
+        return placed_attention(owner, module)
     if keeps_states(owner):
         return mixer_step(owner, cache_of(owner, module), module)
     try:
@@ -168,7 +240,7 @@ def _turns(step: TokenStep) -> bool:
     """Whether queries and keys are rotated, for which the layer has to be given the tables."""
     if isinstance(step, LatentStep):
         return bool(step.turned.ways)
-    if isinstance(step, WrittenAttention):
+    if isinstance(step, (WrittenAttention, PlacedAttention)):
         return step.turns
     return isinstance(step, AttentionStep) and step.query.turns
 
@@ -182,6 +254,10 @@ def _windowed(step: TokenStep, layer: LayerStep, info: ClassInfo, module: Module
     if beside := next(filter(None, (told_beside(model, layer.forward, module) for model in models)), ""):
         raise NoStep("other_layer", f"layers are given `{beside}`, which they take no parameter for")
     place = (step.layer_idx, step.info, models, module)
+    if isinstance(step, PlacedAttention):
+        if agreed_window(step.told, *place) != step.window:
+            raise NoStep("window_differs", step.info.name)
+        return step
     window = agreed_window(step.window, *place)
     if window is not None:
         return replace(step, window=window)
@@ -234,6 +310,11 @@ def _check_free(info: ClassInfo, name: str, module: Module) -> None:
     """Refuse a class that has something else of the method's name, or whose `forward` other classes inherit."""
     if (taken := why_taken(info, name, module)) is not None:
         raise NoStep("name_taken", taken)
+    _check_heirs(info, module)
+
+
+def _check_heirs(info: ClassInfo, module: Module) -> None:
+    """Refuse a class whose `forward` other classes inherit."""
     heirs = (other for other in module.classes.values() if info.name in other.bases and "forward" not in other.methods)
     if (heir := next(heirs, None)) is not None:
         raise NoStep("other_layer", f"{heir.name} inherits from {info.name}")
@@ -244,12 +325,22 @@ def _has_own(info: ClassInfo, wanted: Mapping[str, str], module: Module) -> bool
     return is_own_method(info.methods.get(NAME), wanted, module)
 
 
-def _blocks(info: ClassInfo, module: Module) -> Iterator[tuple[str, list[Method]]]:
-    """Yield the attributes all of whose classes have, or get, `decode_residual(hidden_states, norm, residual)`."""
+def _blocks(info: ClassInfo, module: Module) -> Iterator[tuple[str, list[Method] | Handed]]:
+    """Yield the attributes all of whose classes take, or come to take, a norm and a residual: in their `forward`, or
+    in a `decode_residual(hidden_states, norm, residual)`.
+    """
     for attribute in info.assigned:
         try:
             classes = _classes(info, attribute, module)
         except NoStep:
+            continue
+        if any(map(cache_of, classes, [module] * len(classes))):
+            continue
+        with contextlib.suppress(NotInPlace):
+            waiting = [c for c in classes if not hands_on(c)]
+            for c in waiting:
+                _check_heirs(c, module)
+            yield attribute, Handed(tuple(mlp_block(c, module) for c in waiting))
             continue
         own = [_has_own(c, BLOCK_PARAMETERS, module) for c in classes]
         found = [None if has else _mlp(c, module) for c, has in zip(classes, own, strict=True)]
@@ -263,24 +354,3 @@ def _mlp(info: ClassInfo, module: Module) -> Method | None:
     except NoStep:
         return None
     return mlp_method(info, module)
-
-
-def _norms(info: ClassInfo, attribute: str, module: Module) -> list[ClassInfo]:
-    names = norm_classes(info, attribute, module)
-    return [module.classes[name] for name in names if name in module.classes]
-
-
-def _prologues(norms: list[ClassInfo], module: Module) -> Iterator[Method]:
-    """Yield the method of every norm class that calls the runtime's `rms_norm` and has none yet."""
-    for info in norms:
-        found = runtime_norm(info, module)
-        taken = why_taken(info, "prologue", module)
-        if taken is not None:
-            raise NoStep("name_taken", taken)  # the runtime asks a norm for it
-        if found is None or found[1].function != "rms_norm" or module.method(info, "prologue") is not None:
-            continue
-        forward, call = found
-        after = info.methods.get("add_forward", forward)
-        statement = line(f"return Prologue({', '.join(call.arguments)})", module)
-        text = "Returns this norm as the first stage of a product's kernel."
-        yield Method(after, "prologue", {}, "Prologue", text, (statement,), ("Prologue",), like=forward)

@@ -16,7 +16,6 @@ from rewrite.analysis.blocks.terms import (
     Step,
     affirmed,
     cache_parameters,
-    canonical,
     decided,
     of_the_object,
     run_step,
@@ -27,7 +26,7 @@ from rewrite.analysis.patterns.residual import choices
 from rewrite.analysis.terms.computation import NotComputable, subterms
 from rewrite.analysis.terms.spelling import NONE, Term, constant
 from rewrite.analysis.tree.methods import TABLES, TENSOR
-from rewrite.analysis.tree.module import ClassInfo, Module, walk
+from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.tree.nodes import called_attribute, calls_in, parameters
 
 ORDER = "order"
@@ -188,10 +187,17 @@ def _parts(info: ClassInfo, attribute: str, module: Module) -> Iterator[ClassInf
                 yield part
 
 
-def is_decoded(info: ClassInfo) -> bool:
-    """Whether a layer has the `decode` of this step."""
-    method = info.methods.get("decode")
-    return method is not None and canonical(parameters(method)[1:]) == [*PARAMETERS]
+def parts_with_cache(info: ClassInfo, module: Module) -> list[ClassInfo]:
+    """Return the classes of the file that a layer calls, or hands a norm to, and that take a cache."""
+    forward = info.methods.get("forward")
+    calls = [] if forward is None else list(calls_in(forward.body))
+    called = {called_attribute(call) for call in calls}
+    called |= {self_attribute(call.args[0].value) for call in calls if m.matches(call, _HANDED)}
+    parts = [part for name in sorted(filter(None, called)) for part in _parts(info, name, module)]
+    return [part for part in parts if "forward" in part.methods and cache_parameters(part.methods["forward"])]
+
+
+_HANDED = m.Call(func=m.Name("residual_block"), args=[m.Arg(), m.ZeroOrMore()])
 
 
 def attention_calls(term: Term) -> Iterator[Term]:

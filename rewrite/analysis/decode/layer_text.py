@@ -31,6 +31,8 @@ class LayerText:
     """The attributes whose `decode_residual` may be called, and what it takes after `residual`."""
     inputs: Mapping[Term, Term]
     """The hidden states that each call of attention passes."""
+    handed: frozenset[str] = frozenset()
+    """Those of them whose `forward` takes norm and residual by keyword instead."""
     lines: list[cst.SimpleStatementLine] = field(default_factory=list)
     uses: set[str] = field(default_factory=set)
     """What the statements call of the runtime."""
@@ -91,7 +93,7 @@ class LayerText:
     def _choice(self, output: Term) -> cst.If:
         test, yes, no = output.args
         branches = [
-            LayerText(self.info, self.module, self.blocks, self.inputs, uses=self.uses).write(part)
+            LayerText(self.info, self.module, self.blocks, self.inputs, self.handed, uses=self.uses).write(part)
             for part in (yes, no)
         ]
         statement = cst.parse_statement(
@@ -122,7 +124,7 @@ class LayerText:
 
     def _adds(self, name: str) -> bool:
         info = self.module.classes.get(name)
-        return info is None or ("add_forward" in info.methods and is_fused(name, self.module))
+        return info is None or is_fused(name, self.module)
 
     def _add_norm(self, step: Term, normed: Term, names: Mapping[Term, str]) -> str:
         """Return the call that adds and normalises, the residual behind what is added to it."""
@@ -217,6 +219,11 @@ class LayerText:
             return self._expression(step, replaced)
         block, norm, hidden, residual = fused
         replaced = {t: Term("parameter", (), names[t]) for t in names}
+        if block in self.handed:
+            given = [self._expression(hidden, replaced)]
+            given += [f"norm={norm}"] * (norm != "None")
+            given += [] if residual is None else [f"residual={self._expression(residual, replaced)}"]
+            return f"self.{block}({', '.join(given)})"
         arguments = [
             self._expression(hidden, replaced),
             norm,

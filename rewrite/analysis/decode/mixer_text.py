@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import libcst as cst
 import libcst.matchers as m
@@ -316,10 +317,27 @@ class Renamed(cst.CSTTransformer):
         return updated_node.with_changes(keyword=original_node.keyword)
 
 
+class Replaced(cst.CSTTransformer):
+    """Puts one node in the place of another."""
+
+    def __init__(self, old: cst.CSTNode, new: cst.CSTNode):
+        super().__init__()
+        self.old, self.new = old, new
+
+    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> Any:
+        """Return what stands for a node."""
+        return self.new if original_node is self.old else updated_node
+
+
 def bound_by(node: cst.CSTNode) -> set[str]:
     """Return the names that the assignments in a statement bind."""
-    lines = [inner for inner in walk(node) if isinstance(inner, cst.Assign)]
-    return {name for line in lines for target in line.targets for name in targets(target.target)}
+    found: set[str] = set()
+    for inner in walk(node):
+        if isinstance(inner, cst.Assign):
+            found |= {name for target in inner.targets for name in targets(target.target)}
+        elif isinstance(inner, cst.AnnAssign) and inner.value is not None:
+            found |= {*targets(inner.target)}
+    return found
 
 
 def names_read(node: cst.CSTNode) -> Iterator[str]:

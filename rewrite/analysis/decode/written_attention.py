@@ -121,11 +121,11 @@ def written_attention(info: ClassInfo, module: Module) -> WrittenAttention:
         raise NoStep("other_attention", "it binds names inside of expressions")
     try:
         takes = _takes(info, forward, module)
-        run = _Recording(module, info, MAX_DEPTH)
+        run = Recording(module, info, MAX_DEPTH)
         term = run_step(run, forward, {name: role for role, name in takes.items()})
     except NotComputable as error:
         raise NoStep("other_attention", error.what) from error
-    attention, called = _only(run.found, forward)
+    attention, called = only_attention(run.found, forward)
     if called not in subterms(term):
         raise NoStep("other_attention", "what it returns does not depend on the attention function")
     _check_around(term.args[0] if term.op == "tuple" else term, called)
@@ -157,12 +157,12 @@ def _takes(info: ClassInfo, forward: cst.FunctionDef, module: Module) -> dict[st
     Raises:
         NoStep: if the hidden states are not one of them.
     """
-    run = _Recording(module, info, MAX_DEPTH)
+    run = Recording(module, info, MAX_DEPTH)
     term = run_step(run, forward, {})
     takes = roles_of(term, info, module)
     if "hidden_states" not in takes:
         raise NoStep("other_attention", "its hidden states are not told from others")
-    _only(run.found, forward)
+    only_attention(run.found, forward)
     mask = takes.get(MASK)
     if "position_embeddings" not in takes:
         read = {inner.value for inner in subterms(term) if inner.op == "parameter"} & {*parameters(forward)}
@@ -195,7 +195,7 @@ def _check_around(output: Term, called: Term) -> None:
         stack += term.args
 
 
-def _only(found: Mapping[int, tuple[cst.Call, Term]], forward: cst.FunctionDef) -> tuple[cst.Call, Term]:
+def only_attention(found: Mapping[int, tuple[cst.Call, Term]], forward: cst.FunctionDef) -> tuple[cst.Call, Term]:
     """Return the one call of an attention function that stands in `forward`.
 
     Raises:
@@ -210,7 +210,7 @@ def _only(found: Mapping[int, tuple[cst.Call, Term]], forward: cst.FunctionDef) 
 
 
 @dataclass
-class _Recording(Step):
+class Recording(Step):
     """An execution that notes the calls of attention functions."""
 
     found: dict[int, tuple[cst.Call, Term]] = field(default_factory=dict)

@@ -41,6 +41,8 @@ class Mixture:
     """What the experts' sum is multiplied by."""
     may_lack_shared: bool = False
     """Whether the module for all tokens may be None, of which nothing is added then."""
+    shared_flat: bool = False
+    """Whether the module for all tokens, and its gate, are given `[N, H]` and not the batch as it stands."""
 
 
 def experts_attributes(info: ClassInfo, module: Module) -> list[str]:
@@ -111,14 +113,14 @@ def mixture(info: ClassInfo, module: Module) -> Mixture:
     given = call.args[2:]
     if any(argument.op != "attribute" for argument in given):
         raise OtherBlock("the router is given more than hidden states and what the block holds")
-    module_name, gate = _shared(shared, hidden)
+    module_name, gate, shared_flat = _shared(shared, hidden)
     if lacking is not None and module_name != lacking:
         raise OtherBlock("another module than the one that is added may be None")
     check_calls(step.calls, result, trusted=(experts.value, call.args[0].value))
     return Mixture(
         experts.value, call.args[0].value, call.args[1] != hidden, module_name, gate,
         tuple(source(argument, module) for argument in given),
-        None if scaling is None else source(scaling, module), lacking is not None,
+        None if scaling is None else source(scaling, module), lacking is not None, shared_flat,
     )  # fmt: skip
 
 
@@ -141,20 +143,32 @@ def _unscaled(term: Term) -> tuple[Term, Term | None]:
     return term, None
 
 
-def _shared(term: Term | None, hidden: Term) -> tuple[str | None, str | None]:
+def _shared(term: Term | None, hidden: Term) -> tuple[str | None, str | None, bool]:
+    """Return the module for all tokens, its gate, and whether they are given `[N, H]`."""
     if term is None:
-        return None, None
-    gate: str | None = None
+        return None, None, False
+    gate: Term | None = None
     if term.op == "mul" and len(term.args) == 2:
         sigmoids = [side for side in term.args if side.op.removeprefix("nn.functional.") == "sigmoid"]
         others = [side for side in term.args if side not in sigmoids]
         if len(sigmoids) != 1 or not _reads_hidden(sigmoids[0].args[0], hidden):
             raise OtherBlock("what is added is multiplied by something else than a sigmoid of the hidden states")
-        gate, term = sigmoids[0].args[0].args[0].value, others[0]
+        gate, term = sigmoids[0].args[0], others[0]
     term = _bare(term)
     if not _reads_hidden(term, hidden):
         raise OtherBlock("what is added is no module's output for the hidden states")
-    return term.args[0].value, gate
+    flat = _is_flat(term.args[1])
+    if gate is not None and _is_flat(gate.args[1]) != flat:
+        raise OtherBlock("the module for all tokens and its gate are given different shapes")
+    return term.args[0].value, None if gate is None else gate.args[0].value, flat
+
+
+def _is_flat(term: Term) -> bool:
+    """Whether the last change of a term's shape is that to `[N, H]`."""
+    while term.op in ("contiguous", "cast"):
+        term = term.args[0]
+    rows = term.op in ("view", "reshape") and len(term.args) == 3 and term.args[1] == constant(-1)
+    return rows or term.op == "flatten"
 
 
 def _reads_hidden(term: Term, hidden: Term) -> bool:

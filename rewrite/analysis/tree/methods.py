@@ -66,7 +66,7 @@ class Method:
         """Return the line, or lines, up to the colon."""
         given, result = ["self", *self.parameters], ""
         if self.is_typed:
-            given = ["self", *(_typed(name, kind, module) for name, kind in self.parameters.items())]
+            given = ["self", *(typed(name, kind, module) for name, kind in self.parameters.items())]
             result = f" -> {self.returns}" if _is_known(self.returns, module) else ""
         whole = f"def {self.name}({', '.join(given)}){result}"
         if 4 + len(whole) < LINE_LENGTH:
@@ -77,7 +77,8 @@ class Method:
         return f"def {self.name}(\n{inner}\n){result}"
 
 
-def _typed(name: str, kind: str, module: Module) -> str:
+def typed(name: str, kind: str, module: Module) -> str:
+    """Return a parameter with its type, where the file can write that."""
     return f"{name}: {kind}" if _is_known(kind, module) else name
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from rewrite.measure.runtime_part import has_runtime, runtime_part
 
 from ..judging.compare import Mismatch, NotRun
 from ..judging.fp32_free_reference import unrounded
@@ -90,12 +93,14 @@ def _asked(
         except NotRun:
             return  # a norm that takes a gate, say
         yield "", (truth, own, norm.rewritten(one))
-        if hasattr(norm.rewritten, "add_forward") and not hasattr(norm.original, "add_forward"):
+        module = str(bench.subject.rewritten.__module__)
+        part = partial(runtime_part, module.rpartition(".")[0])
+        if has_runtime(module) and part("norms/norm_form").norm_form(norm.rewritten) is not None:
             total = other + one
             with unrounded():
                 truth = on_original(exact, total.double())
             own = on_original(norm.original, total)
-            yield " behind a sum", (truth, own, norm.rewritten.add_forward(one, other)[0])
+            yield " behind a sum", (truth, own, part("norms/add_norm").add_norm(one, other, norm.rewritten)[0])
 
 
 def _ratio(truth: Tensor, own: Tensor, new: Tensor, said: str) -> float:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hf_rewrite_runtime.guards.code_names import attends
 
 from ..calls.approximate import step_by_step
 from ..judging.checks import CheckRun
@@ -56,10 +56,6 @@ TRIED = {
 """Why a package's loop leaves a plain call to the original's: what it finds out of the model where it tries a step."""
 
 
-class StepDiffers(Mismatch):
-    """The package left its fused step aside, since that computes something else than the model's ordinary one."""
-
-
 def loop_checks(bench: Workbench, variants: list[Variant]) -> Iterator[CheckRun]:
     """The checks of a package that has a decode loop; none for one that has not."""
     if not hasattr(bench.subject.rewritten, SWITCH):
@@ -70,15 +66,15 @@ def loop_checks(bench: Workbench, variants: list[Variant]) -> Iterator[CheckRun]
         for dtype in dtypes:
             yield CheckRun(f"decode loop, greedy, {dtype}, {variant.name}", partial(_greedy, bench, variant, dtype))
         yield CheckRun(
-            f"decode loop, step by step, unused slots poisoned, {variant.name}", partial(_stepwise, bench, variant)
+            f"decode loop, step by step, unused slots poisoned, {variant.name}", partial(stepwise, bench, variant)
         )
     if bench.varied is not None:
-        yield CheckRun("decode loop, step by step, fields varied", partial(_stepwise, bench, bench.varied))
+        yield CheckRun("decode loop, step by step, fields varied", partial(stepwise, bench, bench.varied))
     for variant in bench.stepped:
-        yield CheckRun(f"decode loop, step by step, {variant.name}", partial(_stepwise, bench, variant))
+        yield CheckRun(f"decode loop, step by step, {variant.name}", partial(stepwise, bench, variant))
     for name, run in (
         ("sampling with a fixed seed", _sampled),
-        ("step by step, one row without a mask", partial(_stepwise, rows=1)),
+        ("step by step, one row without a mask", partial(stepwise, rows=1)),
         ("an end token, and a streamer", _ended),
         ("rows that end one after another", _rows_ended),
         ("unused slots poisoned while it runs", _poisoned),
@@ -124,26 +120,15 @@ class Package:
         yield
         reasons = sorted({reason for operator, reason in self.backend.fallbacks() if operator == "generate"})
         if "step_differs" in reasons and fused(model):
-            text = "the fused decode step computes something else than the model's ordinary step"
-            raise StepDiffers(f"{text}, in one of {', '.join(fused_methods(model))}")
+            raise Mismatch("the fused decode step computes something else than the model's ordinary step")
         if reasons:
             details = [line for line in self.store.describe(model) if line.startswith("no graph")]
             raise NotRun(f"the original's loop ran: {'; '.join([', '.join(reasons), *details])}")
 
 
 def fused(model: Any) -> bool:
-    """Whether layers of a model have a method of their own for one token."""
-    return any(callable(getattr(module, "decode", None)) for module in model.modules())
-
-
-def fused_methods(model: Any) -> list[str]:
-    """The methods that layers have for one token, each with its place in the file."""
-    kinds = dict.fromkeys(
-        type(module) for module in model.modules() if type(module).__module__ == type(model).__module__
-    )
-    methods = [method for kind in kinds for name, method in vars(kind).items() if name.partition("_")[0] == "decode"]
-    codes = [(one.__qualname__, inspect.unwrap(one).__code__) for one in methods if inspect.isfunction(one)]
-    return [f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" for name, code in codes]
+    """Whether layers of a model have a method for one token, or read a preallocated cache by themselves."""
+    return any(callable(getattr(module, "decode", None)) or attends(type(module)) for module in model.modules())
 
 
 def loop_pair(bench: Workbench, variant: Variant, dtype: str) -> Pair:
@@ -271,7 +256,7 @@ def _greedy(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str, Figu
     return figures
 
 
-def _stepwise(bench: Workbench, variant: Variant, rows: int = 3) -> Mapping[str, Figure]:
+def stepwise(bench: Workbench, variant: Variant, rows: int = 3) -> Mapping[str, Figure]:
     """The logits of every step by hand, against the original's own steps, with poison in every unused slot.
 
     In fp64; in fp32 where the original's fp64 run is not finite: eager attention gives NaN there for padded rows.
@@ -338,8 +323,7 @@ def _steps(bench: Workbench, model: Any, batch: Batch, feed: Tensor, padding: bo
         raise NotRun(str(error)) from error
     except (package.proof.StepRefused, package.capture.CaptureFailed) as error:
         if fused(model):
-            differs = isinstance(error, package.proof.StepDiffers)
-            raise (StepDiffers if differs else Mismatch)(str(error)) from error
+            raise Mismatch(str(error)) from error
         raise NotRun(str(error)) from error
     return torch.stack(found, 1)
 

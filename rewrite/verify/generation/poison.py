@@ -8,6 +8,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from hf_rewrite_runtime.cache.cache_argument import argument_of
+from hf_rewrite_runtime.guards.code_names import attends
 
 from ..calls.caches import new_cache
 from ..models.inputs import Batch
@@ -25,9 +26,16 @@ def poison_for(model: Any) -> float:
     attentions = [
         module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
     ]
-    own = bool(attentions) and all(hasattr(module, "decode_residual") for module in attentions)
+    own = bool(attentions) and all(has_own_step(type(module)) for module in attentions)
     layers = {type(module) for module in model.modules() if hasattr(module, "decode")}
-    return float("nan") if own and all(map(always_steps, layers)) else FINITE_POISON
+    file = {type(module) for module in model.modules() if type(module).__module__ == type(model).__module__}
+    masked = any(map(makes_masks, file))
+    return float("nan") if own and not masked and all(map(always_steps, layers)) else FINITE_POISON
+
+
+def has_own_step(attention: type[Any]) -> bool:
+    """Whether an attention reads the valid slots of a preallocated cache alone: by a method, or in its `forward`."""
+    return hasattr(attention, "decode_residual") or attends(attention)
 
 
 def always_steps(layer: type[Any]) -> bool:
@@ -36,6 +44,14 @@ def always_steps(layer: type[Any]) -> bool:
     joined = [value for node in ast.walk(forward) if isinstance(node, ast.BoolOp) for value in node.values]
     called = [value.func for value in joined if isinstance(value, ast.Call)]
     return not any(isinstance(function, ast.Name) and function.id == "is_decode_step" for function in called)
+
+
+def makes_masks(kind: type[Any]) -> bool:
+    """Whether a class makes causal masks in a step too, with which attention reads whole buffers."""
+    forward = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
+    called = {ast.unparse(node.func) for node in ast.walk(forward) if isinstance(node, ast.Call)}
+    causal = any("causal_mask" in name for name in called)
+    return causal and not called & {"skips_mask", "is_decode_step"}
 
 
 def reads_padding(bench: Workbench, model: Any, batch: Batch) -> bool:

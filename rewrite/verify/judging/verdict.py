@@ -11,6 +11,10 @@ Failure = Literal["", "differs", "wrong", "raised"]
 """How a check failed: it ran, and a figure is over its bound; it ran, and what it looks for is not so; it did not run
 to its end."""
 Figure = float | int | str | bool
+ITSELF = "itself: "
+"""What the names of checks begin with that compare the rewritten side's ways of running with each other."""
+IMPORTS = "both sides import"
+"""The name of the check without which there is nothing to compare."""
 GATES = ("structure", "parity", "model", "generation", "latency")
 
 
@@ -83,6 +87,12 @@ class Gate:
     def failures(self) -> tuple[Check, ...]:
         """The checks that failed."""
         return tuple(check for check in self.checks if check.status == "failed")
+
+    @property
+    def said_first(self) -> Check:
+        """Of the failures the one that explains others: an import, or ways of running that differ."""
+        telling = (check for check in self.failures if check.name.startswith((IMPORTS, ITSELF)))
+        return next(telling, self.failures[0])
 
 
 @dataclass(frozen=True)

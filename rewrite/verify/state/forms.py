@@ -21,8 +21,8 @@ from ..models.inputs import prompt
 from ..models.model_pair import Pair, Workbench, lock_of, on_original
 from .runtime import called, each_call, used
 
-TAKEN = ("add_forward", "decode")
-"""Methods that stand for others wherever their class is used: a norm behind a sum, a layer's step.
+TAKEN = ("decode",)
+"""Methods that stand for others wherever their class is used: a layer's step.
 
 What tells kernels of a class, or is a part's that another one stands in front of, may be called by nothing on a CPU.
 """
