@@ -18,9 +18,13 @@ Widths = dict[int, int]
 _AMD_GLOBAL = re.compile(r"^\s+(?:global|buffer|flat)_load_(?:lds_)?(\w+)", re.M)
 _AMD_SHARED = re.compile(r"^\s+ds_read(2)?(?:st64)?_([bui]\d+)", re.M)
 _AMD_WIDTHS = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32}
+_AMD_SCRATCH = re.compile(r"^\s+scratch_(?:load|store)_", re.M)
 _LOAD = re.compile(r"\bld\.(global|shared)([.:\w]*)")
 _COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[^;]*?,\s*(0x[0-9a-f]+|\d+)\s*,")
 _MATRIX = re.compile(r"\bldmatrix\.sync\.aligned\.m8n8\.x(\d)")
+_VALUE = re.compile(r"\s*(%\w+)(?::\d+)? = (\S+)")
+_SLOT = re.compile(r"memdesc_index %\w+\[(%\w+)\] : !ttg\.memdesc<(\d+)x")
+_WRITE = re.compile(r"(?:local_store %\w+, |async_copy_global_to_local %\w+, |buffer_load_to_local .* into )(%\w+)")
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,15 @@ class Figures:
     """Atomic operations by which its programs count themselves, where a barrier does not order stores (AMD)."""
     early: int = 0
     """Of these and of the loads after them, those that `last_arrivals` finds too early."""
+    lost_slots: int = 0
+    """Accesses to a ring of LDS slots that leave it, as the function `lost_slots` has it (AMD)."""
 
 
-def of_amd(text: str) -> Figures:
-    """Read AMD's assembly, with the metadata at its end."""
+def of_amd(text: str, ttgir: str) -> Figures:
+    """Read AMD's assembly, with the metadata at its end, and Triton's own form of the kernel."""
     spills, scratch = _number(".vgpr_spill_count", text), _number(".private_segment_fixed_size", text)
+    if "amdhsa--gfx90a" not in text and not _AMD_SCRATCH.search(text):
+        scratch = 0  # it is set aside for scalar registers that went to lanes, and nothing touches it
     counted = last_arrivals.of_amd(text)
     pairs = [(2 if twice else 1, int(kind[1:])) for twice, kind in _AMD_SHARED.findall(text)]
     return Figures(
@@ -70,7 +78,43 @@ def of_amd(text: str) -> Figures:
         overlaps=False,
         arrivals=counted.count,
         early=counted.early + counted.early_reads,
+        lost_slots=lost_slots(ttgir),
     )
+
+
+def lost_slots(ttgir: str) -> int:
+    """Return how many accesses to a ring of two or more LDS slots do not go round.
+
+    A pipelined loop keeps what it loads ahead in a ring. The slot it writes goes up by one a turn and back to zero
+    behind the last: an addition, a comparison, a selection. Where the loop counts in int64 from a bound that is not
+    known, AMD's range analysis in Triton 3.8 and 3.9 holds the comparison for decided. Then the addition alone is left
+    and a program leaves its LDS (gfx950), or every turn writes one slot, which another has yet to read (gfx942, three
+    stages). Loops that count in int32 keep the selection.
+
+    Args:
+        ttgir: Triton's form of a kernel for GPUs, of which each operation has a line.
+    """
+    made: dict[str, str] = {}
+    placed: dict[str, int] = {}
+    """The loop, by its number, in which a slot was taken by a fixed index or by one that is added to."""
+    loops, depth, number, found = [(0, 0)], 0, 0, 0
+    for line in ttgir.splitlines():
+        if value := _VALUE.match(line):
+            made[value[1]] = value[2]
+        if (slot := _SLOT.search(line)) and int(slot[2]) > 1:
+            found += made.get(slot[1]) == "arith.addi"
+            if value:
+                placed[value[1]] = loops[-1][1]
+        if (write := _WRITE.search(line)) and placed.get(write[1], loops[-1][1]) != loops[-1][1]:
+            found += 1
+        opened = line.count("{") - line.count("}")
+        if "scf.for" in line and opened > 0:
+            number += 1
+            loops.append((depth, number))
+        depth += opened
+        while len(loops) > 1 and depth <= loops[-1][0]:
+            loops.pop()
+    return found
 
 
 def _amd_width(kind: str) -> int:

@@ -60,7 +60,7 @@ def work(arch: str, module: str, kernels: Sequence[str], one_of_each: bool, part
 def read(chip: Chip, compiled: Any, cuobjdump: Path) -> Figures:
     """Return what a compiled kernel takes."""
     if chip.backend == "hip":
-        return of_amd(compiled.asm["amdgcn"])
+        return of_amd(compiled.asm["amdgcn"], compiled.asm["ttgir"])
     return of_nvidia(compiled.asm["ptx"], compiled.asm["cubin"], cuobjdump)
 
 

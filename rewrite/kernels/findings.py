@@ -10,7 +10,7 @@ from .assembly import share_below
 from .chips import CHIPS, MOST_THREADS
 from .kernel_row import Row
 
-Kind = Literal["does not compile", "spills", "shared memory", "scalar loads", "threads", "last arrivals"]
+Kind = Literal["does not compile", "spills", "shared memory", "scalar loads", "threads", "last arrivals", "ring slots"]
 
 WIDE = 64
 """Bits from which on a load is no scalar one: 4 bf16 elements. AMD's memory units want 128."""
@@ -144,6 +144,8 @@ def _of(row: Row) -> list[Finding]:
         say("shared memory", f"{row.shared} bytes of LDS, {row.arch} has {chip.shared_of_group}")
     if row.figures.early:
         say("last arrivals", "the last program to count itself may read what another has not stored yet")
+    if row.figures.lost_slots:
+        say("ring slots", f"{row.figures.lost_slots} accesses of a pipelined loop leave the slots in LDS that it has")
     narrow = share_below(row.figures.loads, WIDE)
     if narrow > MOST_NARROW:
         widths = ", ".join(f"{count} of {width} bits" for width, count in row.figures.loads.items())

@@ -119,8 +119,9 @@ if backend.triton_installed():
         active = tl.cdiv(count, share)
         if part >= active:
             return
-        begin = low + part * share
-        end = tl.minimum(begin + share, position + 1)
+        # Slots are int32: of loops that count in int64, AMD's compiler loses the pipeline's ring of slots in LDS.
+        begin = (low + part * share).to(tl.int32)
+        end = tl.minimum(begin + share, position.to(tl.int32) + 1)
         kv_head = (row * HK + first_head // (H // HK)).to(tl.int64)
         keys_ptr += kv_head * capacity * D
         values_ptr += kv_head * capacity * DV
@@ -129,7 +130,7 @@ if backend.triton_installed():
         column = tl.arange(0, BLOCK_D)[None, :]
         value_column = tl.arange(0, BLOCK_DV)[None, :]
         # All slots but the newest were written by earlier steps, before this graph was launched.
-        older = tl.minimum(end, position)
+        older = tl.minimum(end, position.to(tl.int32))
         slot = begin + tl.arange(0, BLOCK_SLOTS)
         keys = _tile(keys_ptr, slot, slot < older, column, D)
         values = _tile(values_ptr, slot, slot < older, value_column, DV)

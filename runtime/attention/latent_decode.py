@@ -98,15 +98,16 @@ if backend.triton_installed():
         share, active = _share(count, SPLITS, BLOCK_SLOTS)
         if part >= active:
             return
-        begin = low + part * share
-        end = tl.minimum(begin + share, position + 1)
+        # Slots are int32: of loops that count in int64, AMD's compiler loses the pipeline's ring of slots in LDS.
+        begin = (low + part * share).to(tl.int32)
+        end = tl.minimum(begin + share, position.to(tl.int32) + 1)
         head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         column, turned_column = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
         latents_ptr += row.to(tl.int64) * capacity * L
         keys_ptr += row.to(tl.int64) * capacity * R
         # All slots but the newest were written by earlier steps, before this graph was launched.
         slot = begin + tl.arange(0, BLOCK_SLOTS)
-        older = tl.minimum(end, position)
+        older = tl.minimum(end, position.to(tl.int32))
         latents = _rows(latents_ptr, slot, older, column, L)
         keys = _rows(keys_ptr, slot, older, turned_column, R)
         if OVERLAP:

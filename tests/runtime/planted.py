@@ -28,6 +28,19 @@ def _scalar_loads_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit
+def _ring_kernel(x_ptr, y_ptr, out_ptr, STEP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, BLOCK)
+    square = at[:, None] * BLOCK + at[None, :]
+    y = tl.load(y_ptr + square)
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    begin, end = tl.load(y_ptr).to(tl.int64), tl.load(y_ptr + 1).to(tl.int64)
+    for step in tl.range(begin, end, STEP, num_stages=3):
+        x = tl.load(x_ptr + step * BLOCK + square)
+        total = tl.dot(y, x, total, input_precision="ieee")
+    tl.store(out_ptr + square, total)
+
+
+@triton.jit
 def _shared_memory_kernel(x_ptr, y_ptr, out_ptr, STEPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, BLOCK)
     square = at[:, None] * BLOCK + at[None, :]
@@ -76,7 +89,7 @@ def cases() -> list[Case]:
     """A case for each, and one with nothing wrong; a process has to be started anew after the one that is fatal."""
 
     def launching(function: object, num_warps: int, dtype: torch.dtype, *constants: object) -> Callable[[], object]:
-        kernel = Kernel(function, dot=function is _shared_memory_kernel)
+        kernel = Kernel(function, dot=function in (_shared_memory_kernel, _ring_kernel))
         count = 3 if kernel.dot else 2
         tensors = tuple(tensor(1 << 20, dtype=dtype) for _ in range(count))
         return lambda: kernel.launch((1, 1, 1), num_warps, tensors, (), (), (), constants)
@@ -88,6 +101,7 @@ def cases() -> list[Case]:
         Case("planted", launching(_spills_kernel, 1, torch.float32, 512 * WAVE)),
         Case("planted", launching(_scalar_loads_kernel, 4, torch.bfloat16, 1024)),
         Case("planted", launching(_shared_memory_kernel, 8, torch.bfloat16, 8, 128)),
+        Case("planted", launching(_ring_kernel, 4, torch.bfloat16, 32, 32)),
         Case("planted, many threads", launching(_fine_kernel, 32, torch.bfloat16, 16384)),
         Case("planted, no wait", launching(_last_arrival_kernel, 4, torch.int32, "", 1024)),
         Case("planted, nothing", launching(_last_arrival_kernel, 4, torch.int32, wait, 1024)),

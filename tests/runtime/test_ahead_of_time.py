@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import re
 from pathlib import Path
@@ -155,7 +156,9 @@ def test_what_is_wrong_with_a_kernel_is_found(arch: str) -> None:
     judged = findings.judge(kernel_run.compile_all([arch], module="planted"))
     assert not [str(finding) for finding in judged if "nothing" in finding.row.shape]
     found = {(finding.row.kernel, finding.kind) for finding in judged}
-    of_amd = {
+    ring = ("ring", "ring slots")
+    assert ring in found or arch == "sm_90" or not importlib.metadata.version("triton").startswith(("3.8", "3.9"))
+    of_amd = found & {ring} | {
         ("fatal", "does not compile"),
         ("fine", "threads"),  # 32 warps of 32 are 1,024
         ("last_arrival", "last arrivals"),

@@ -397,11 +397,11 @@ def test_query_and_cache_write(
 
 @dtypes
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"softcap": 2.0}, {"sinks": True}], ids=str)
-@pytest.mark.parametrize("position", [0, 70])
+@pytest.mark.parametrize("position", [0, 70, 230])
 def test_attention(
     position: int, options: dict[str, Any], dtype: torch.dtype, device: torch.device, poisoned: None
 ) -> None:
-    batch, heads, kv_heads, head_dim, capacity = 2, 6, 2, 24, 96
+    batch, heads, kv_heads, head_dim, capacity = 2, 6, 2, 24, 240
     cache = PreallocatedCache(1, batch, capacity, device)
     cache.layers[0].allocate(kv_heads, head_dim, head_dim, dtype, device)
     cache.position.fill_(position)
