@@ -10,6 +10,7 @@ if backend.triton_installed():
     import triton.language as tl
 
     from ..cache.fp8_layer import in_range, kept
+    from ..device.elementary import tanh
     from ..device.split_k_semaphores import publish
 
     @triton.jit
@@ -25,7 +26,7 @@ if backend.triton_installed():
         """
         scores = product * scaling
         if SOFTCAP:
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+            scores = softcap * tanh(scores / softcap)
         return scores
 
     @triton.jit

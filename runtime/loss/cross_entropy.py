@@ -43,24 +43,12 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    @triton.jit
-    def _tanh(x):  # type: ignore[no-untyped-def]
-        """Return it to about one unit in the last place: below 0.625, where exponentials cancel, by a polynomial.
-
-        Its coefficients are those of Cephes' tanhf (Moshier).
-        """
-        size, square = tl.abs(x), x * x
-        far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
-        near = -5.70498872745e-3 * square + 2.06390887954e-2
-        near = near * square - 5.37397155531e-2
-        near = near * square + 1.33314422036e-1
-        near = near * square - 3.33332819422e-1
-        return tl.where(size < 0.625, near * square * x + x, tl.where(x < 0.0, -far, far))
+    from ..device.elementary import tanh
 
     @triton.jit
     def _value(z, inner, outer, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
         if CAPPED:
-            return outer * _tanh(inner * z)
+            return outer * tanh(inner * z)
         return inner * z
 
     @triton.jit(do_not_specialize=["ignore_index"])
@@ -106,7 +94,7 @@ if backend.triton_installed():
             z = tl.load(row_ptr + col, mask=col < V, other=0.0).to(tl.float32)
             slope = tl.exp(_value(z, inner, outer, CAPPED) - norm) - tl.where(col == label, 1.0, 0.0)
             if CAPPED:
-                t = _tanh(inner * z)
+                t = tanh(inner * z)
                 slope *= outer * (1.0 - t * t)
             tl.store(row_ptr + col, (slope * (inner * lift)).to(DTYPE), mask=col < V)
 

@@ -396,7 +396,9 @@ def test_query_and_cache_write(
 
 
 @dtypes
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"softcap": 2.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 9}, {"softcap": 2.0}, {"softcap": 50.0}, {"sinks": True}], ids=str
+)
 @pytest.mark.parametrize("position", [0, 70, 230])
 def test_attention(
     position: int, options: dict[str, Any], dtype: torch.dtype, device: torch.device, poisoned: None
