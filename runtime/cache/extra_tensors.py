@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from .layers import CacheFull, PreallocatedLayer
+from .layers import CacheFull, PreallocatedLayer, choose_rows
 
 if TYPE_CHECKING:
     from .preallocated import PreallocatedCache
@@ -138,8 +138,8 @@ class GrownLayer(PreallocatedLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Choose rows, those of what grows beside keys too."""
         super().reorder_cache(beam_idx)
-        for method, buffer in self.beside.items():
-            self.beside[method] = buffer.index_select(0, beam_idx.to(buffer.device))
+        for buffer in self.beside.values():
+            choose_rows(buffer, beam_idx)
 
     def take(self, other: Any, length: int) -> None:
         """Take over what another layer holds of the first `length` tokens."""

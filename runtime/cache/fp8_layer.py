@@ -24,7 +24,7 @@ from ..core import backend, prefill_context
 from ..device.e4m3 import Quantized, as_read, dtype_for, scales
 from ..device.row_tiles import KERNEL_DTYPES
 from ..launching.launch import WAVE, Kernel
-from .layers import CacheFull, PreallocatedLayer
+from .layers import CacheFull, PreallocatedLayer, choose_rows
 
 if TYPE_CHECKING:
     from .preallocated import PreallocatedCache
@@ -296,11 +296,9 @@ class Fp8Layer(PreallocatedLayer):
             scales[:, :, start:, 1] = found.scale
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Choose rows."""
-        if self.keys is not None:
-            kind = self.keys.dtype
-            keys, values, self.scales = (rows.index_select(0, beam_idx.to(rows.device)) for rows in self.buffers)
-            self.keys, self.values = keys.view(kind), values.view(kind)
+        """Choose rows, in place."""
+        for buffer in self.buffers:
+            choose_rows(buffer[:, :, : self.length], beam_idx)
 
     def take(self, other: Any, length: int) -> None:
         """Take over what another layer holds of the first `length` tokens: all of them, or the last ones."""

@@ -180,6 +180,12 @@ class PreallocatedLayer(CacheLayerMixin):
         if self.values is not None:
             self.values[:, :, start:] = value
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let each row hold what row `beam_idx [B]` held, in place: graphs keep the addresses."""
+        for buffer in (self.keys, self.values):
+            if buffer is not None:
+                choose_rows(buffer[:, :, : self.length], beam_idx)
+
     def take(self, other: Any, length: int) -> None:
         """Take over what another layer holds of the first `length` tokens: all of them, or the last ones.
 
@@ -288,7 +294,7 @@ class IndexedLayer(PreallocatedLayer):
         """Choose rows, those of the indexer's keys too."""
         super().reorder_cache(beam_idx)
         if self.indexer_keys is not None:
-            self.indexer_keys = self.indexer_keys.index_select(0, beam_idx.to(self.indexer_keys.device))
+            choose_rows(self.indexer_keys[:, : self.indexer_length], beam_idx)
         if self._positions is not None:
             self._positions = self._positions.index_select(1, beam_idx.to(self._positions.device))
 
@@ -312,6 +318,11 @@ class IndexedLayer(PreallocatedLayer):
             growing.indexer_keys = self.indexer_keys[:, start:stop].clone()
         if self._positions is not None:
             growing.indexer_position_ids = self._positions[..., start:stop].clone()
+
+
+def choose_rows(held: Tensor, rows: Tensor) -> None:
+    """Write to each row of a tensor `[B, …]` what row `rows [B]` of it holds."""
+    held.copy_(held.index_select(0, rows.to(held.device)))
 
 
 def _dtype_of_values(keys: Tensor, values: Tensor) -> torch.dtype:

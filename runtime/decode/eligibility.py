@@ -327,12 +327,17 @@ def _unfit_call(model: Any, call: Call) -> str | None:
         return "cache_implementation"
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return "outputs"
-    if any(type(criterion) not in _KNOWN_CRITERIA for criterion in call.criteria):
-        return "stopping_criteria"
     if not any(isinstance(criterion, MaxLengthCriteria) for criterion in call.criteria):
         return "no_max_length"
     if call.ends and config._pad_token_tensor is None:
         return "no_pad_token"
+    return None
+
+
+def host_reason(call: Call) -> str | None:
+    """Return why the host chooses a call's tokens, a key of `loop_reasons.REASONS`; None where a graph may do so."""
+    if any(type(criterion) not in _KNOWN_CRITERIA for criterion in call.criteria):
+        return "stopping_criteria"
     if call.has_stop_strings and call.input_ids.shape[0] > 1 and (call.keeps or keeps_cache(call)):
         return "stop_strings"
     return "one_token" if call.steps == 1 else None

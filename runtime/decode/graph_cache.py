@@ -66,6 +66,8 @@ class GraphStore:
         """Whether the model was seen to give a growing cache back as it was given one."""
         self.fits = False
         """Whether the modules, as they are now, were looked through, and nothing about them speaks against a graph."""
+        self.modes_alike: bool | None = None
+        """Whether the model decodes under the modes that it is in as without (`neutral_modes`); None if not tried."""
         self._fused: bool | None = None
 
     @contextlib.contextmanager
@@ -160,6 +162,7 @@ class GraphStore:
     def _know(self, model: nn.Module) -> None:
         """Know the model by what it is now."""
         self._snapshot, self._fused, self.fits = Snapshot(model, self._left), None, False
+        self.modes_alike = None
 
     def settle(self, model: nn.Module, graph: DecodeGraph) -> None:
         """Know the model by what it is after a first step, whether that was taken or refused.
@@ -173,9 +176,9 @@ class GraphStore:
                 self.drop(other)
         self._learn(model)
         if known is None or not (known.is_mapped() and known.is_current()):
-            fits, fused = self.fits, self._fused
+            found = self.fits, self._fused, self.modes_alike
             self._know(model)
-            self.fits, self._fused = fits, fused
+            self.fits, self._fused, self.modes_alike = found
 
     def _learn(self, model: nn.Module) -> None:
         """See what attributes a call has left on modules: another one is no change of the model."""

@@ -10,7 +10,7 @@ if backend.triton_installed():
 
     @triton.jit
     def tanh(x):  # type: ignore[no-untyped-def]
-        """Return it in fp32 to about one unit in the last place: below 0.625, where exponentials cancel, by a polynomial.
+        """Return it to about one unit in the last place: by a polynomial below 0.625, where exponentials cancel.
 
         Its coefficients are those of Cephes' tanhf (Moshier).
         """

@@ -34,17 +34,18 @@ class CallGraphs:
         call: its arguments.
         store: of its graphs.
         plan: of the call.
-        sampling: what follows the logits.
+        sampling: what follows the logits; None for nothing.
         dynamic: a growing cache with what the call continues.
     """
 
     def __init__(
-        self, model: Any, call: Call, store: GraphStore, plan: Plan, sampling: Sampling, dynamic: DynamicCache
+        self, model: Any, call: Call, store: GraphStore, plan: Plan, sampling: Sampling | None, dynamic: DynamicCache
     ):
         self.captures = model.device.type == "cuda" and not model._step_without_graph
         self._model, self._call, self._store, self._plan = model, call, store, plan
         self._sampling, self._dynamic = sampling, dynamic
-        self._in_16_bits = "drafts" if sampling.lookup is not None else "ranks" if plan.ranks is not None else ""
+        self._drafts = sampling is not None and sampling.lookup is not None
+        self._in_16_bits = "drafts" if self._drafts else "ranks" if plan.ranks is not None else ""
 
     def first(self) -> DecodeGraph:
         """Return a graph with a cache that holds what the call continues.
@@ -52,13 +53,13 @@ class CallGraphs:
         Raises:
             Unsupported: if there is none for it.
         """
-        for key in (None, self._sampling.key):
+        for key in (None, None if self._sampling is None else self._sampling.key):
             if key in self._store.refused:
                 raise Unsupported(self._store.refused[key].reason)
         if not takes_padding(self._model) and not self._call.is_unpadded:
             raise Unsupported("attention_mask")
         room = min(self._call.steps - 1, FIRST_ROOM)
-        if self._sampling.lookup is not None:
+        if self._sampling is not None and self._drafts:
             room += width_of(self._sampling)
         needed = length_of(self._dynamic) + self._call.input_ids.shape[1] + room
         try:
@@ -100,7 +101,7 @@ class CallGraphs:
             return graph.program(self._sampling)
         except CaptureFailed as error:
             # Was it the model, or what follows it? Without processors it may yet be captured.
-            key = self._sampling.key if self._sampling.forms else None
+            key = self._sampling.key if self._sampling is not None and self._sampling.forms else None
             raise self.refuse(graph, "step_not_capturable", key, error) from error
 
     @contextlib.contextmanager

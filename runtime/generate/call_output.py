@@ -29,11 +29,12 @@ class CallOutput:
         model: that generates.
         call: its arguments.
         store: of its graphs.
-        dynamic: a growing cache that gets what the graph's holds in the end.
     """
 
-    def __init__(self, model: Any, call: Call, store: GraphStore, dynamic: DynamicCache):
-        self._model, self._call, self._store, self._dynamic = model, call, store, dynamic
+    def __init__(self, model: Any, call: Call, store: GraphStore):
+        self._model, self._call, self._store = model, call, store
+        self.dynamic = call.cache if isinstance(call.cache, DynamicCache) else DynamicCache()
+        """A growing cache that gets what the graph's holds in the end."""
         self._logits: list[Tensor] = []
         self._scores: list[Tensor] = []
 
@@ -57,10 +58,7 @@ class CallOutput:
         call, count = self._call, reader.count
         sequences = self._sequences(graph, reader, start)
         carried = graph.carried.leave() if graph.carried else None
-        if keeps_cache(call):
-            graph.cache.store(self._dynamic, start + count - 1, drafted=drafted)
-            if graph.call.watched is not None:
-                graph.call.watched.store(call.inputs.get(call.cache_name))
+        self.leave_cache(graph, start + count - 1, drafted)
         if call.streamer is not None:
             call.streamer.end()
         if not call.config.return_dict_in_generate:
@@ -74,7 +72,14 @@ class CallOutput:
         output = GenerateEncoderDecoderOutput if encodes else GenerateDecoderOnlyOutput
         cached = NAMES[0] if NAMES[0] in output.__dataclass_fields__ else NAMES[1]
         states_alone = graph.carried.argument and not isinstance(call.cache, Cache)
-        return output(**kept, **{cached: carried if states_alone else self._returned_cache()})
+        return output(**kept, **{cached: carried if states_alone else self.returned_cache()})
+
+    def leave_cache(self, graph: DecodeGraph, length: int, drafted: bool = False) -> None:
+        """Let a cache that outlives the call hold the first `length` tokens of a graph's."""
+        if keeps_cache(self._call):
+            graph.cache.store(self.dynamic, length, drafted=drafted)
+            if graph.call.watched is not None:
+                graph.call.watched.store(self._call.inputs.get(self._call.cache_name))
 
     def _sequences(self, graph: DecodeGraph, reader: Reader, start: int) -> Tensor:
         """Return the prompt and the tokens, as the host has them where it padded some."""
@@ -85,7 +90,7 @@ class CallOutput:
             made = graph.state.sequence[:, start : start + count]
         return torch.cat([prompt, made], dim=-1)
 
-    def _returned_cache(self) -> Any:
+    def returned_cache(self) -> Any:
         """Return the cache as the model gives it back: one with cross-attention may put a growing one into another."""
         given = self._call.inputs[self._call.cache_name]
         if type(given) is DynamicCache:

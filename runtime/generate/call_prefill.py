@@ -29,12 +29,14 @@ class CallPrefill:
     Args:
         model: that generates.
         call: its arguments.
-        sampling: what follows the logits.
+        sampling: what follows the logits; None for nothing.
         graphs: of the call.
         drafting: how tokens are drafted; None for not at all.
     """
 
-    def __init__(self, model: Any, call: Call, sampling: Sampling, graphs: CallGraphs, drafting: Drafting | None):
+    def __init__(
+        self, model: Any, call: Call, sampling: Sampling | None, graphs: CallGraphs, drafting: Drafting | None = None
+    ):
         self._model, self._call, self._sampling, self._graphs = model, call, sampling, graphs
         self._drafting = drafting
         self.watches = has_own_inputs(model, call)
@@ -55,7 +57,7 @@ class CallPrefill:
         graph.watch(None)
         last = graph.read_prompt(ids, ordinary, self._sampling) if takes_graph else ordinary()
         length, mask = graph.cache.length, call.mask
-        if self._sampling.reads_ids and length != ids.shape[1]:
+        if self._sampling is not None and self._sampling.reads_ids and length != ids.shape[1]:
             raise Unsupported("processor_needs_ids")
         if mask is not None and mask.shape[1] != length:
             raise Unsupported("attention_mask")

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
 from ..core import backend
 from ..decode.eligibility import Call, Unsupported
@@ -39,20 +38,15 @@ STREAMED_CHUNK = 2
 
 
 class DecodeLoop:
-    """One call that takes the graph's loop.
+    """One call that takes the graph's loop; `sampling` is how it chooses tokens."""
 
-    Raises:
-        Unsupported: if the graph's loop cannot choose tokens as the call wants them.
-    """
-
-    def __init__(self, model: Any, call: Call, store: GraphStore, plan: Plan, lookup: Lookup | None = None):
-        self.model, self.call, self.store, self.plan = model, call, store, plan
-        dynamic = call.cache if isinstance(call.cache, DynamicCache) else DynamicCache()
-        self.sampling = _sampling_of(call, lookup)
-        self.graphs = CallGraphs(model, call, store, plan, self.sampling, dynamic)
-        self.drafting = None if lookup is None else Drafting(model, call, plan, self.sampling, self.graphs)
+    def __init__(self, model: Any, call: Call, store: GraphStore, plan: Plan, sampling: Sampling):
+        self.model, self.call, self.store, self.plan, self.sampling = model, call, store, plan, sampling
+        self.output = CallOutput(model, call, store)
+        self.graphs = CallGraphs(model, call, store, plan, sampling, self.output.dynamic)
+        drafts = sampling.lookup is not None
+        self.drafting = Drafting(model, call, plan, sampling, self.graphs) if drafts else None
         self.prompt = CallPrefill(model, call, self.sampling, self.graphs, self.drafting)
-        self.output = CallOutput(model, call, store, dynamic)
         self.loading: CompilerLoading | None = None
 
     def run(self, assistant: Any = None) -> Any:
@@ -225,12 +219,16 @@ class DecodeLoop:
             before.put_back(changes)
 
 
-def _sampling_of(call: Call, lookup: Lookup | None) -> Sampling:
-    """Return what the graph does with the logits."""
+def sampling_of(call: Call, lookup: Lookup | None) -> Sampling | None:
+    """Return what a graph does with the logits; None where only the host can.
+
+    Raises:
+        Unsupported: for drafts, where a processor reads the tokens.
+    """
     device = call.input_ids.device
     forms = graph_forms(call.processors, device, call.input_ids.shape[1])
     if forms is None:
-        raise Unsupported("logits_processor")
+        return None
     eos = pad = None
     if call.ends:
         eos = torch.cat([ids.to(device) for ids in call.ends]).clone()

@@ -22,15 +22,26 @@ from transformers.generation import GenerationMixin
 from ..cache.cache_argument import argument_of, passed_on
 from ..core import backend
 from ..decode.device_map import plain_inside
-from ..decode.eligibility import Call, Unsupported, assists, lookup_of, unfit_modules, unsupported_reason, with_cache
-from ..decode.graph_cache import store_of
+from ..decode.eligibility import (
+    Call,
+    Unsupported,
+    assists,
+    host_reason,
+    lookup_of,
+    unfit_modules,
+    unsupported_reason,
+    with_cache,
+)
+from ..decode.graph_cache import GraphStore, store_of
 from ..decode.policy import GraphPolicy
-from ..decode.rank_agreement import planned
+from ..decode.rank_agreement import Plan, planned
 from ..decode.recurrent_state import restoring
 from ..sampling.sampling import Lookup
 from ..tensor_parallel.shards import local
-from .decode_loop import DecodeLoop
+from .decode_loop import DecodeLoop, sampling_of
+from .neutral_modes import decodes_alike, without_modes
 from .random_states import random_states, set_random_states
+from .replayed_loop import ReplayedModel, may_reorder
 
 
 class GraphGeneration(GenerationMixin):
@@ -92,11 +103,18 @@ class GraphGeneration(GenerationMixin):
         return inputs
 
     @functools.wraps(GenerationMixin._beam_search)
-    def _beam_search(self, *arguments: Any, **keywords: Any) -> Any:
-        """Search with beams, as transformers does: there is no loop of ours for it."""
-        backend.count_fallback("generate", "beams", self)
+    def _beam_search(self, input_ids: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        """Search with beams, in transformers' loop over replayed steps."""
+        reason: str | None = "beams"
+        if not arguments and may_reorder(self):
+            with backend.Inside(self):
+                generated, reason = self._generated(Call.of_keywords(input_ids, keywords), beams=True)
+        if reason is None:
+            backend.forget_reason("generate", self)
+            return generated
+        backend.count_fallback("generate", reason, self)
         with backend.Inside(self), plain_inside(self):
-            return super()._beam_search(*arguments, **keywords)
+            return super()._beam_search(input_ids, *arguments, **keywords)
 
     @functools.wraps(GenerationMixin._assisted_decoding)  # `generate` looks which arguments it takes
     def _assisted_decoding(self, input_ids: Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -123,14 +141,20 @@ class GraphGeneration(GenerationMixin):
             return None, drafts
         return self._generated(call, drafts, None if drafts.ngram else assistant)
 
-    def _generated(self, call: Call, lookup: Lookup | None = None, assistant: Any = None) -> tuple[Any, str | None]:
+    def _generated(
+        self, call: Call, lookup: Lookup | None = None, assistant: Any = None, beams: bool = False
+    ) -> tuple[Any, str | None]:
         """Return what the graph's loop generates and None, or None and why transformers' own has to run."""
-        with self._own_tensors() as ranks:
+        with without_modes(self) as modes, self._own_tensors() as ranks:
             store = store_of(self)
             known = store.fits and ranks is None  # of several ranks none may find out later than the others
             reason = unsupported_reason(self, call, self._step_without_graph, ranks, known)
             if lookup is not None and ranks is not None:
                 reason = reason or "drafts_for_ranks"
+            if reason is None and (lookup is not None or ranks is not None):
+                reason = "beams" if beams else host_reason(call)
+            if modes and ranks is not None:
+                reason = reason or modes.reason
             plan = planned(call, ranks, reason)
             if plan.reason is not None:
                 return None, plan.reason
@@ -142,17 +166,41 @@ class GraphGeneration(GenerationMixin):
                 store.fits = True
                 if (reason := store.refuses_code(call.cache)) is not None:
                     return None, reason
+                if modes and store.modes_alike is None:
+                    store.modes_alike = decodes_alike(self, call, modes)
+                if modes and not store.modes_alike:
+                    return None, modes.reason
                 drawn = random_states(call.input_ids.device)
                 try:
                     with restoring(self, call.inputs):
-                        generation = DecodeLoop(self, call, store, plan, lookup)
-                        if assistant is not None:
-                            with store_of(assistant).claimed(assistant) as theirs:
-                                return (generation.run(assistant), None) if theirs else (None, "reentrant")
-                        return generation.run(), None
+                        if beams:
+                            return ReplayedModel(self, call, store, plan, "beams").run(
+                                GenerationMixin._beam_search
+                            ), None
+                        return self._chosen(call, store, plan, lookup, assistant)
                 except Unsupported as unfitting:
                     set_random_states(drawn)  # what was tried may have drawn, and transformers' loop begins anew
                     return None, unfitting.reason
+
+    def _chosen(
+        self, call: Call, store: GraphStore, plan: Plan, lookup: Lookup | None, assistant: Any
+    ) -> tuple[Any, str | None]:
+        """Return what `_generated` does, tokens chosen in the graph where it can.
+
+        Raises:
+            Unsupported: before anything was generated, if the graph's loop cannot take the call.
+        """
+        sampling = sampling_of(call, lookup)
+        reason = host_reason(call) or ("logits_processor" if sampling is None else None)
+        if sampling is None or reason is not None:
+            if lookup is not None or plan.ranks is not None:
+                raise Unsupported(str(reason))
+            return ReplayedModel(self, call, store, plan, str(reason)).run(GenerationMixin._sample), None
+        generation = DecodeLoop(self, call, store, plan, sampling)
+        if assistant is not None:
+            with store_of(assistant).claimed(assistant) as theirs:
+                return (generation.run(assistant), None) if theirs else (None, "reentrant")
+        return generation.run(), None
 
     def _own_tensors(self) -> AbstractContextManager[Any]:
         """Let every module hold this rank's tensors in a `with` block, which yields the ranks, as `local` does."""

@@ -13,7 +13,7 @@ REASONS = {
     "another_rank": "another rank of the model cannot take the loop",
     "clocks": "a limit of time, which the ranks' clocks would not reach together",
     "input_device": "the input is on another device than the model",
-    "training": "the model is in training mode",
+    "training": "the model is in training mode, and reads a prompt otherwise than in evaluation mode (dropout)",
     "gradient": "gradients are wanted",
     "autocast": "autocast chooses the dtype of each product",
     "compiled": "torch.compile compiles the model",
