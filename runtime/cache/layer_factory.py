@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from . import states
 from .extra_tensors import GrownLayer, grown_by
-from .layers import INDEXED, IndexedLayer, PreallocatedLayer
+from .layers import INDEXED, IndexedLayer, PreallocatedLayer, choose_rows
 
 if TYPE_CHECKING:
     from .preallocated import PreallocatedCache
@@ -25,6 +25,11 @@ if states.LAYER is not None:
             """Allocate zeroed states like those given, which any later call may write."""
             with torch.inference_mode(False):
                 super().lazy_initialization(*args, **kwargs)
+
+        def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+            """Let each row hold what row `beam_idx [B]` held, in place: graphs keep the addresses."""
+            for state in states.tensors([self]):
+                choose_rows(state, beam_idx)
 
     class HybridLayer(StateLayer, PreallocatedLayer):
         """One layer's keys and values, and states beside them."""
@@ -42,6 +47,11 @@ if states.LAYER is not None:
             """Allocate buffers for keys and values, which are given by position, or states, given by name."""
             kind = PreallocatedLayer if args else StateLayer
             kind.lazy_initialization(self, *args, **kwargs)
+
+        def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+            """Choose rows of keys and values, and of states."""
+            StateLayer.reorder_cache(self, beam_idx)
+            PreallocatedLayer.reorder_cache(self, beam_idx)
 
         def get_max_length(self) -> int:
             """Return the capacity."""

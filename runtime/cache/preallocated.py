@@ -27,7 +27,7 @@ from ..guards.overwriting import overwriting
 from ..guards.tensor_version import version_of
 from . import states
 from .layer_factory import is_like, layer_like
-from .layers import OtherContents, PreallocatedLayer, choose_rows
+from .layers import OtherContents, PreallocatedLayer
 
 
 class PreallocatedCache(Cache):
@@ -190,13 +190,6 @@ class PreallocatedCache(Cache):
             states.forget(layer)
         if self.buffers:
             torch._foreach_zero_(self.buffers)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let each row hold what row `beam_idx [B]` held, in place: graphs keep the addresses."""
-        for layer in self.attention_layers:
-            layer.reorder_cache(beam_idx)
-        for state in states.tensors(self.layers):
-            choose_rows(state, beam_idx)
 
     def made_from(self, module: nn.Module) -> None:
         """Remember what a module's tables were computed of."""

@@ -66,10 +66,10 @@ FILES = {
     "latents": "_runtime/attention/latent_attention.py",
     "segments": "_runtime",
 }
-ONE, PADDED, DRAWS, AGAIN, CONTINUED, ENDED, STREAMED, BEGUN, IMAGES = (
+ONE, PADDED, DRAWS, AGAIN, CONTINUED, ENDED, STREAMED, HOST, BEGUN, IMAGES = (
     "a row", "rows with padding, one ends", "draws", "calls one after another", "a cache that came back",
-    "a cache of a text that ended", "tokens streamed", "a text behind an encoder that has begun",
-    "images in the prompt",
+    "a cache of a text that ended", "tokens streamed", "tokens that the host chooses",
+    "a text behind an encoder that has begun", "images in the prompt",
 )  # fmt: skip
 BY_HAND = "step by step, one row without a mask"
 
@@ -148,6 +148,15 @@ STATES = (
     mamba2("states after the overshoot, a chunk", ENDED, "loop", ENDS_AT_ONCE, "            pass\n"),
     mamba2("states after the overshoot, one step", ENDED, "loop", "chunk, ahead = 1, 1", "chunk, ahead = 1, 2"),
     falcon_h1("states after the overshoot", ENDED, "loop", "chunk, ahead = 1, 1", "chunk, ahead = 2, 1"),
+    lfm2("rows of states that beams do not choose", HOST, "layers", "choose_rows(state, beam_idx)", "pass"),
+    falcon_h1(
+        "rows of keys that beams do not choose",
+        HOST,
+        "layers",
+        "for buffer in (self.keys, self.values):\n            if buffer is not None:\n                choose_rows",
+        "for buffer in (self.keys, self.values):\n            if buffer is None:\n                choose_rows",
+    ),
+    lfm2("a token that is chosen and not read", HOST, "loop", "graph.state.input_ids.copy_(tokens[:, None])", "pass"),
     mamba2("states not handed back", CONTINUED, "cache", STATE_COPIES, "pass"),
     falcon_h1(
         "states not taken over",

@@ -25,6 +25,8 @@ HERE = {
         "states not restored after the proof",
         "states after the overshoot, a chunk",
         "slot of the call before",
+        "rows of states that beams do not choose",
+        "a token that is chosen and not read",
     ),
     "minicpm3": (
         "the wrong half of kv_b_proj",

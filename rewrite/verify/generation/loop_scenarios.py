@@ -413,6 +413,43 @@ def _streamed(talk: Session) -> None:
     talk.judge(original, rewritten)
 
 
+def _by_the_host(talk: Session) -> None:
+    """Tokens that a processor and a criterion of the caller's choose, a single one, and beams."""
+    arguments = talk.ask(Ask("by the host", 2, 9, padded=True))
+    talk.answers(arguments, logits_processor=[_others], stopping_criteria=[_no_end])
+    talk.answers(arguments, new=1)
+    beams: dict[str, Any] = {"num_beams": 3, "output_logits": False, "output_scores": True}
+    package = Package.of(talk.bench.subject.rewritten)
+    original = on_original(_searched, talk.pair.original, arguments, beams)
+    with package.taken(talk.pair.rewritten):
+        rewritten = _searched(talk.pair.rewritten, arguments, beams)
+    if not rewritten[0].equal(original[0]):
+        allowed = bound("fp64 max" if talk.dtype == "float64" else "fp32 max") * float(original[1].abs().max())
+        if not rewritten[0].shape == original[0].shape or float((rewritten[1] - original[1]).abs().max()) > allowed:
+            raise Mismatch(f"beams found {rewritten[0].tolist()}, not {original[0].tolist()}")
+
+
+def _others(ids: Tensor, scores: Tensor) -> Tensor:
+    """Make the last token of each row unlikely."""
+    return scores.scatter_add(1, ids[:, -1:], scores.new_full((len(ids), 1), -FLAT))
+
+
+def _no_end(ids: Tensor, _: Any, **__: Any) -> Tensor:
+    """End no row."""
+    return ids[:, 0] < 0
+
+
+def _searched(model: Any, arguments: Arguments, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the texts that a search with beams finds, and their scores."""
+    import torch
+
+    seed_all(11)
+    asked_for = {"return_dict_in_generate": True, "pad_token_id": 0, "do_sample": False, "use_cache": True}
+    with torch.no_grad():
+        out = model.generate(**arguments, max_new_tokens=MORE, disable_compile=True, **asked_for, **settings)
+    return out.sequences, out.sequences_scores
+
+
 def _begun(talk: Session) -> None:
     """The text behind an encoder begins with tokens of the caller's, once with fewer and once with more."""
     for decoder in (3, 5, 3):
@@ -442,4 +479,5 @@ SCENARIOS: dict[str, Callable[[Session], None]] = {
     "a cache that came back": _continued,
     "a cache of a text that ended": _ended,
     "tokens streamed": _streamed,
+    "tokens that the host chooses": _by_the_host,
 }
