@@ -57,8 +57,7 @@ class CallOutput:
         """
         call, count = self._call, reader.count
         sequences = self._sequences(graph, reader, start)
-        carried = graph.carried.leave() if graph.carried else None
-        self.leave_cache(graph, start + count - 1, drafted)
+        carried = self.leave(graph, start + count - 1, drafted)
         if call.streamer is not None:
             call.streamer.end()
         if not call.config.return_dict_in_generate:
@@ -71,15 +70,20 @@ class CallOutput:
         encodes = self._model.config.is_encoder_decoder
         output = GenerateEncoderDecoderOutput if encodes else GenerateDecoderOnlyOutput
         cached = NAMES[0] if NAMES[0] in output.__dataclass_fields__ else NAMES[1]
-        states_alone = graph.carried.argument and not isinstance(call.cache, Cache)
-        return output(**kept, **{cached: carried if states_alone else self.returned_cache()})
+        return output(**kept, **{cached: carried if self.has_states_alone(graph) else self.returned_cache()})
 
-    def leave_cache(self, graph: DecodeGraph, length: int, drafted: bool = False) -> None:
-        """Let a cache that outlives the call hold the first `length` tokens of a graph's."""
+    def has_states_alone(self, graph: DecodeGraph) -> bool:
+        """Whether what a call leaves is states that `forward` gives back, and no cache."""
+        return bool(graph.carried.argument) and not isinstance(self._call.cache, Cache)
+
+    def leave(self, graph: DecodeGraph, length: int, drafted: bool = False) -> Any:
+        """Let a cache that outlives the call hold the first `length` tokens of a graph's; return states beside it."""
+        carried = graph.carried.leave() if graph.carried else None
         if keeps_cache(self._call):
             graph.cache.store(self.dynamic, length, drafted=drafted)
             if graph.call.watched is not None:
                 graph.call.watched.store(self._call.inputs.get(self._call.cache_name))
+        return carried
 
     def _sequences(self, graph: DecodeGraph, reader: Reader, start: int) -> Tensor:
         """Return the prompt and the tokens, as the host has them where it padded some."""

@@ -41,7 +41,7 @@ from ..tensor_parallel.shards import local
 from .decode_loop import DecodeLoop, sampling_of
 from .neutral_modes import decodes_alike, without_modes
 from .random_states import random_states, set_random_states
-from .replayed_loop import ReplayedModel, may_reorder
+from .replayed_loop import BEAMS, ReplayedModel, may_reorder
 
 
 class GraphGeneration(GenerationMixin):
@@ -105,7 +105,7 @@ class GraphGeneration(GenerationMixin):
     @functools.wraps(GenerationMixin._beam_search)
     def _beam_search(self, input_ids: Tensor, *arguments: Any, **keywords: Any) -> Any:
         """Search with beams, in transformers' loop over replayed steps."""
-        reason: str | None = "beams"
+        reason: str | None = BEAMS
         if not arguments and may_reorder(self):
             with backend.Inside(self):
                 generated, reason = self._generated(Call.of_keywords(input_ids, keywords), beams=True)
@@ -152,7 +152,7 @@ class GraphGeneration(GenerationMixin):
             if lookup is not None and ranks is not None:
                 reason = reason or "drafts_for_ranks"
             if reason is None and (lookup is not None or ranks is not None):
-                reason = "beams" if beams else host_reason(call)
+                reason = BEAMS if beams else host_reason(call)
             if modes and ranks is not None:
                 reason = reason or modes.reason
             plan = planned(call, ranks, reason)
@@ -174,7 +174,7 @@ class GraphGeneration(GenerationMixin):
                 try:
                     with restoring(self, call.inputs):
                         if beams:
-                            return ReplayedModel(self, call, store, plan, "beams").run(
+                            return ReplayedModel(self, call, store, plan, BEAMS).run(
                                 GenerationMixin._beam_search
                             ), None
                         return self._chosen(call, store, plan, lookup, assistant)

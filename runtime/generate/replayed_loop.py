@@ -25,6 +25,8 @@ from .call_graphs import CallGraphs
 from .call_output import CallOutput
 from .call_prefill import CallPrefill
 
+BEAMS = "beams"
+"""Why a search with beams is the host's."""
 OPERATOR = "tokens"
 """What `explain(model)` calls the choice of tokens where the host makes it."""
 
@@ -71,7 +73,7 @@ class ReplayedModel:
             **keywords,
         )
         assert self._graph is not None
-        self._output.leave_cache(self._graph, self._graph.cache.length)
+        self._output.leave(self._graph, self._graph.cache.length)
         if call.config.return_dict_in_generate:
             for name in [name for name in NAMES if name in found]:
                 found[name] = self._output.returned_cache()
@@ -84,7 +86,8 @@ class ReplayedModel:
     def _prefill(self, *_: Any, **__: Any) -> CausalLMOutput:
         """Read the prompt, and make the graph of a step where one follows."""
         graph = self._graphs.first()
-        if graph.carried:
+        returned = self._call.config.return_dict_in_generate and self._output.has_states_alone(graph)
+        if graph.carried and (returned or self._reason == BEAMS):
             raise Unsupported(self._reason)
         with self._graphs.refusing(graph):
             logits = self._prompt.read(graph)

@@ -66,9 +66,9 @@ FILES = {
     "latents": "_runtime/attention/latent_attention.py",
     "segments": "_runtime",
 }
-ONE, PADDED, DRAWS, AGAIN, CONTINUED, ENDED, STREAMED, HOST, BEGUN, IMAGES = (
+ONE, PADDED, DRAWS, AGAIN, CONTINUED, ENDED, STREAMED, HOST, BEAMS, BEGUN, IMAGES = (
     "a row", "rows with padding, one ends", "draws", "calls one after another", "a cache that came back",
-    "a cache of a text that ended", "tokens streamed", "tokens that the host chooses",
+    "a cache of a text that ended", "tokens streamed", "tokens that the host chooses", "beams",
     "a text behind an encoder that has begun", "images in the prompt",
 )  # fmt: skip
 BY_HAND = "step by step, one row without a mask"
@@ -148,10 +148,10 @@ STATES = (
     mamba2("states after the overshoot, a chunk", ENDED, "loop", ENDS_AT_ONCE, "            pass\n"),
     mamba2("states after the overshoot, one step", ENDED, "loop", "chunk, ahead = 1, 1", "chunk, ahead = 1, 2"),
     falcon_h1("states after the overshoot", ENDED, "loop", "chunk, ahead = 1, 1", "chunk, ahead = 2, 1"),
-    lfm2("rows of states that beams do not choose", HOST, "layers", "choose_rows(state, beam_idx)", "pass"),
+    lfm2("rows of states that beams do not choose", BEAMS, "layers", "choose_rows(state, beam_idx)", "pass"),
     falcon_h1(
         "rows of keys that beams do not choose",
-        HOST,
+        BEAMS,
         "layers",
         "for buffer in (self.keys, self.values):\n            if buffer is not None:\n                choose_rows",
         "for buffer in (self.keys, self.values):\n            if buffer is None:\n                choose_rows",

@@ -414,10 +414,15 @@ def _streamed(talk: Session) -> None:
 
 
 def _by_the_host(talk: Session) -> None:
-    """Tokens that a processor and a criterion of the caller's choose, a single one, and beams."""
+    """Tokens that a processor and a criterion of the caller's choose, and a single one."""
     arguments = talk.ask(Ask("by the host", 2, 9, padded=True))
     talk.answers(arguments, logits_processor=[_others], stopping_criteria=[_no_end])
     talk.answers(arguments, new=1)
+
+
+def _beams(talk: Session) -> None:
+    """A search with beams."""
+    arguments = talk.ask(Ask("beams", 2, 9, padded=True))
     beams: dict[str, Any] = {"num_beams": 3, "output_logits": False, "output_scores": True}
     package = Package.of(talk.bench.subject.rewritten)
     original = on_original(_searched, talk.pair.original, arguments, beams)
@@ -480,4 +485,5 @@ SCENARIOS: dict[str, Callable[[Session], None]] = {
     "a cache of a text that ended": _ended,
     "tokens streamed": _streamed,
     "tokens that the host chooses": _by_the_host,
+    "beams": _beams,
 }
