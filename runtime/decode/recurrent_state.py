@@ -138,10 +138,10 @@ def carried_by(model: nn.Module) -> NoStates:
     return NoStates()
 
 
-def restoring(model: nn.Module, inputs: dict[str, Any]) -> AbstractContextManager[None]:
-    """Put what a model carries back where the block raises; `inputs` are those of a call."""
+def restoring(model: nn.Module, inputs: dict[str, Any], always: bool = False) -> AbstractContextManager[None]:
+    """Put what a model carries back where the block raises, or always; `inputs` are those of a call."""
     if carries(model):
-        return put_back(model, inputs.get(argument_of_states(model)))
+        return put_back(model, inputs.get(argument_of_states(model)), always)
     return contextlib.nullcontext()
 
 
@@ -152,8 +152,8 @@ def _places(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 @contextlib.contextmanager
-def put_back(model: nn.Module, given: object = None) -> Iterator[None]:
-    """Put what modules keep, and the states `given` to a call, back where the block raises.
+def put_back(model: nn.Module, given: object = None, always: bool = False) -> Iterator[None]:
+    """Put what modules keep, and the states `given` to a call, back where the block raises, or always.
 
     Whoever runs instead begins where the block began.
     """
@@ -162,18 +162,20 @@ def put_back(model: nn.Module, given: object = None) -> Iterator[None]:
     held = Nested(given, kind) if isinstance(given, (list, tuple, kind or list)) else Nested([])
     whole = held.filled(held.tensors)
     copies = [(value, value.clone()) for value in [*(one for *_, one in kept), *held.tensors] if _is_tensor(value)]
+    done = False
     try:
         yield
-    except BaseException:
-        for module, name, value in kept:
-            setattr(module, name, value)
-        if kind is not None and isinstance(given, kind):
-            vars(given).clear()
-            vars(given).update(vars(whole))
-        for tensor, before in copies:
-            if not torch.equal(tensor, before):
-                tensor.copy_(before)
-        raise
+        done = not always
+    finally:
+        if not done:
+            for module, name, value in kept:
+                setattr(module, name, value)
+            if kind is not None and isinstance(given, kind):
+                vars(given).clear()
+                vars(given).update(vars(whole))
+            for tensor, before in copies:
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
 
 
 class CarriedStates(NoStates):
