@@ -26,6 +26,11 @@ PROMPT = 4096
 EPS = 1e-5
 
 
+def many(rows: int) -> int:
+    """Return a number of rows of a weight, of which a catalogue for an interpreter has fewer."""
+    return rows
+
+
 def parameter(*shape: int) -> nn.Parameter:
     """Return a parameter, which kernels of a graph may load before they wait."""
     return nn.Parameter(tensor(*shape), requires_grad=False)
