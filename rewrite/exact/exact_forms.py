@@ -11,13 +11,15 @@ import contextlib
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_rewrite_runtime.attention import decode_attention, latent_decode
 from hf_rewrite_runtime.launching import launch, tiles
 from rewrite import operators
 from rewrite.kernels import catalogue, kernel_cases, model_sizes, stand_ins, step_launches
+from rewrite.kernels.cards import CARDS
 from rewrite.kernels.chips import CHIPS
 from rewrite.kernels.kernel_cases import Entry
 from rewrite.kernels.model_sizes import Mixture, Model
@@ -42,6 +44,9 @@ KINDS = ("linear", "gated", "qkv", "skinny_linear", "skinny_linear_32")
 SLOTS = 150
 """Of caches at small sizes: some tiles of slots, and more parts than have any."""
 
+ROWS, CAPACITIES = (1, 2, 8, 32), (128, 512, 2048, 32768)
+"""Of sequences, and slots of caches, for which attention is divided."""
+
 Asked = tuple[str, str]
 """A chooser, and the kind that it was asked for where it has kinds."""
 
@@ -52,11 +57,14 @@ class _Choices:
 
     asked: dict[Asked, list[Any]]
     forced: tuple[Asked, Any] | None = None
+    taken: bool = False
+    """Whether what is forced was for something that was asked."""
 
     def answer(self, name: str, chooser: Callable[..., Any], arguments: tuple[Any, ...], keywords: Any) -> Any:
         found = chooser(*arguments, **keywords)
         asked = name, arguments[0] if arguments and isinstance(arguments[0], str) else ""
         if self.forced is not None and self.forced[0] == asked and _fits(asked, found, self.forced[1]):
+            self.taken = True
             return self.forced[1]
         if found not in self.asked.setdefault(asked, []):
             self.asked[asked].append(found)
@@ -112,8 +120,27 @@ def forms(backend: str) -> dict[Asked, list[Any]]:
                     kernel_cases.entries([kernel_cases.Case("", part.call) for part in step_launches.parts(step, rows)])
             for kind, rows, cols in itertools.product(KINDS, SIZES, SIZES):
                 tiles.tile(kind, rows, cols, 2, None)
+            for rows, step, capacity in itertools.product(ROWS, model_sizes.STEPS.values(), CAPACITIES):
+                model = step.model
+                decode_attention.choose(rows, model.heads, model.kv_heads, capacity, model.head_dim)
+                latent_decode.divide(rows, 16 * rows, capacity, 2)
+            for card in CARDS.values():
+                if card.arch == chip.arch:
+                    _add_measured(choices, tiles.MEASURED.get(card.device, {}))
     launch._pretended = pretended
     return choices.asked
+
+
+def _add_measured(choices: _Choices, table: Mapping[str, tiles.Entry]) -> None:
+    """Add what was measured on a card, which goes before the rules there."""
+    for name, entry in table.items():
+        kind = name.split()[0]
+        asked, form = ("launching.tiles:tile", kind), entry
+        if kind == "attention" and entry is not None:
+            heads, splits, slots, dot, warps = entry
+            asked, form = ("attention.decode_attention:choose", ""), decode_attention.Split(heads, splits, slots, bool(dot), warps)
+        if form not in choices.asked[asked]:
+            choices.asked[asked].append(form)
 
 
 def _small(size: Any) -> Any:
@@ -122,11 +149,11 @@ def _small(size: Any) -> Any:
         kv_heads = 2 if size.kv_heads > 1 else 1
         group = size.heads // size.kv_heads
         return replace(
-            size, hidden_size=min(size.hidden_size, 2176), intermediate_size=256, heads=group * kv_heads,
+            size, hidden_size=min(size.hidden_size, 2176), intermediate_size=128, heads=group * kv_heads,
             kv_heads=kv_heads, vocabulary=300,
         )  # fmt: skip
     if isinstance(size, Mixture):
-        return replace(size, experts=6 if size.experts < 256 else 32, top_k=min(size.top_k, 4), hidden_size=640, intermediate_size=128)
+        return replace(size, experts=6 if size.experts < 256 else 32, top_k=min(size.top_k, 4), hidden_size=384, intermediate_size=128)
     return size
 
 
@@ -142,19 +169,32 @@ def launches(backend: str) -> list[Entry]:
     """Return every launch of the small catalogue, in every form that its choosers were heard to choose."""
     known = forms(backend)
     found: dict[object, Entry] = {}
+    asking: dict[tuple[str, Asked], list[kernel_cases.Case]] = {}
     with _heard() as choices:
         for case in small_cases():
             choices.asked, choices.forced = {}, None
-            _collect(case, found)
-            for asked in [*choices.asked]:
-                for form in known[asked]:
-                    choices.forced = asked, form
-                    _collect(case, found)
+            kernels = _collect(case, found)
+            for asked in choices.asked:
+                for kernel in kernels:
+                    asking.setdefault((kernel, asked), []).append(case)
+        for (kernel, asked), cases in asking.items():
+            for turn, form in enumerate(known[asked]):
+                # the first of the cases, taken in turn, that the form is for
+                for number in range(len(cases)):
+                    choices.forced, choices.taken = (asked, form), False
+                    _collect(cases[(turn + number) % len(cases)], found, kernel)
+                    if choices.taken:
+                        break
     return list(found.values())
 
 
-def _collect(case: kernel_cases.Case, found: dict[object, Entry]) -> None:
+def _collect(case: kernel_cases.Case, found: dict[object, Entry], only: str = "") -> list[str]:
+    """Add the launches of a case, or of one kernel. Returns the kernels that it launches."""
+    kernels = []
     for entry in kernel_cases.entries([case]):
         one = entry.launch
+        kernels.append(entry.kernel)
         shapes = [(x.shape, x.stride(), x.dtype) if hasattr(x, "stride") else x for x in one.arguments]
-        found.setdefault((entry.kernel, one.grid, str(shapes)), entry)
+        if only in ("", entry.kernel):
+            found.setdefault((entry.kernel, one.grid, str(shapes)), entry)
+    return kernels

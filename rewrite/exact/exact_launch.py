@@ -88,6 +88,12 @@ def run(launch: Launch, reference: Reference) -> str:
     return ""
 
 
+def form(launch: Launch) -> str:
+    """Return the constants of a launch that say how it divides its work, for people."""
+    named = zip(launch.kernel.jit_function.arg_names, launch.arguments, strict=True)
+    return ", ".join(f"{name} {value}" for name, value in named if name.isupper() and not isinstance(value, bool))
+
+
 def _leave_out_assembly(values: dict[str, Any]) -> None:
     """Take the branches that are the same in Triton's own operations: nothing interprets instructions of a chip."""
     if "WAIT" in values:
