@@ -157,11 +157,15 @@ def _small(size: Any) -> Any:
     return size
 
 
+def _fewer(count: int) -> int:
+    return count if count < 100 else min(count // 16, 400)
+
+
 def small_cases() -> list[kernel_cases.Case]:
     """Return the catalogue at small sizes."""
     names = {name: _small(size) for name, size in vars(model_sizes).items() if not name.startswith("__")}
     names["LLAMAS"] = tuple(_small(size) for size in model_sizes.LLAMAS)
-    names |= {"CONTEXT": SLOTS, "LONG_CONTEXT": SLOTS + 40, "PROMPT": 5, "many": lambda rows: rows if rows < 600 else rows // 8}
+    names |= {"CONTEXT": SLOTS, "LONG_CONTEXT": SLOTS + 40, "PROMPT": 5, "many": _fewer}
     return [case for file, code in operators.cases().items() for case in catalogue.cases_of(file, code, names)]
 
 

@@ -73,7 +73,7 @@ class RingTensor(Tensor):
             return packet(*(ring.key(elements(arg)) for arg in args))
         if packet in _ASKS:
             return packet(ring.key(elements(args[0])), *args[1:], **kwargs)
-        if func.namespace != "aten":
+        if func.namespace != "aten":  # an operator of the runtime, made of torch's
             return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         taken_apart = func.decompose(*args, **kwargs)
         if taken_apart is NotImplemented:
@@ -292,6 +292,14 @@ def _attention(
     return torch.matmul(torch.softmax(scores, -1), value)
 
 
+def _fused_attention(
+    query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, attn_mask: Any = None,
+    scale: float | None = None,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention as torch calls its kernel for a CPU."""
+    return elements(_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)), None
+
+
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.nn.functional.scaled_dot_product_attention: _attention}
 
 _COMPUTES: dict[Any, Callable[..., Any]] = {
@@ -313,6 +321,7 @@ _COMPUTES: dict[Any, Callable[..., Any]] = {
     _aten.baddbmm: _addmm,
     _aten._softmax: softmax,
     _aten._safe_softmax: softmax,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _fused_attention,
     _aten.native_layer_norm: _layer_norm,
     _aten.native_group_norm: _group_norm,
     _aten.exp: _of(ring.exp),

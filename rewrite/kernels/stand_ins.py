@@ -26,9 +26,9 @@ PROMPT = 4096
 EPS = 1e-5
 
 
-def many(rows: int) -> int:
-    """Return a number of rows of a weight, of which a catalogue for an interpreter has fewer."""
-    return rows
+def many(count: int) -> int:
+    """Return how many rows of a weight, tokens or heads there are: a catalogue for an interpreter has fewer."""
+    return count
 
 
 def parameter(*shape: int) -> nn.Parameter:
