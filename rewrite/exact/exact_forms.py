@@ -158,7 +158,7 @@ def _small(size: Any) -> Any:
 
 
 def _fewer(count: int) -> int:
-    return count if count < 100 else min(count // 16, 400)
+    return count if count < 100 else min(count // 16, 200)
 
 
 def small_cases() -> list[kernel_cases.Case]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hf_rewrite_runtime.linear import packing
 
@@ -37,10 +37,20 @@ def fill(model: Any) -> Any:
     return model
 
 
-@contextlib.contextmanager
-def in_the_ring() -> Iterator[None]:
-    """Have no fused attention of torch's own chosen for elements: nothing else has to change."""
-    yield
+class InTheRing(TorchFunctionMode):
+    """Has the tensors that a model makes, and writes elements into, made of elements."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch."""
+        found = func(*args, **(kwargs or {}))
+        if func in _MAKES and type(found) is Tensor and found.is_floating_point():
+            return RingTensor(ring.elements(found), found.dtype)
+        return found
+
+
+_MAKES = {torch.zeros, torch.ones, torch.empty, torch.eye}
 
 
 def flattened(output: Any, name: str = "output") -> dict[str, Tensor]:

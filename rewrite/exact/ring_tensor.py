@@ -254,6 +254,19 @@ def _convolution(
     return found if bias is None else ring.add(found, elements(bias)[:, None])
 
 
+def _solve_triangular(a: Any, b: Any, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
+    """Return x of `a x = b`, row by row."""
+    if upper or not left:
+        raise ring.Meaningless("an upper triangle, or one to the right")
+    matrix, found = elements(a), elements(b).clone()
+    matrix, found = matrix.expand(*found.shape[:-2], *matrix.shape[-2:]), found.expand(*matrix.shape[:-2], *found.shape[-2:]).clone()
+    for row in range(matrix.shape[-1]):
+        known = ring.matmul(matrix[..., row : row + 1, :row], found[..., :row, :])[..., 0, :]
+        rest = ring.sub(found[..., row, :], known)
+        found[..., row, :] = rest if unitriangular else ring.div(rest, matrix[..., row, row, None])
+    return found
+
+
 def _named(name: str) -> Callable[[Any], Tensor]:
     return lambda x: ring.oracle(name, elements(x))
 
@@ -344,6 +357,7 @@ _COMPUTES: dict[Any, Callable[..., Any]] = {
     _aten.amax: _ordered(torch.amax),
     _aten.amin: _ordered(torch.amin),
     _aten.convolution: _convolution,
+    _aten.linalg_solve_triangular: _solve_triangular,
     _aten.cumsum: lambda x, dim: elements(x).cumsum(dim) % ring.modulus(),
     _aten.where: lambda condition, a, b: torch.where(condition, elements(a), elements(b)),
     _aten.masked_fill: lambda x, mask, value: torch.where(mask, elements(value), elements(x)),

@@ -37,8 +37,9 @@ class _Comparison:
         self.refused = 0
         """Configurations with which the original does not run."""
         self.meaningless: dict[str, int] = {}
-        self.why = ""
         """How many have no meaning in the ring, by the operation that has none."""
+        self.why = ""
+        """Why the original did not run with the first of those that it refused."""
 
     def figures(self) -> Mapping[str, Figure]:
         from rewrite.exact import ring
@@ -111,13 +112,13 @@ class _Comparison:
         """The outputs of a pass, elements or numbers, by the way to them."""
         import torch
 
-        from rewrite.exact.ring_model import fill, flattened, in_the_ring
+        from rewrite.exact.ring_model import InTheRing, fill, flattened
 
         model = fill(build(model_class, variant, implementation, "float64", "cpu"))
         seed = self.bench.seed_for("prompt", "ring")
         padding = "right" if self.bench.subject.accepts("attention_mask") and variant.inputs == self.bench.base.inputs else "none"
         given = make(variant.inputs, variant.config, 2, seed, torch.float32, padding)
-        with torch.no_grad(), in_the_ring():
+        with torch.no_grad(), InTheRing():
             return flattened(model(**{name: _as_elements(name, value) for name, value in given.items()}))
 
 
