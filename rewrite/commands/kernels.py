@@ -129,7 +129,9 @@ def _exact(
     for why, kernels_of in sorted(unseen.items()):
         screen.line("not seen", f"{', '.join(sorted(kernels_of))}: {why}")
     totals = {name: sum(each[name] for each in counts.values()) for name in ("equal", "differ", "unseen")}
-    text = f"{totals['equal']} launches are equal bit by bit, {totals['differ']} differ, {totals['unseen']} are not seen"
+    text = (
+        f"{totals['equal']} launches are equal bit by bit, {totals['differ']} differ, {totals['unseen']} are not seen"
+    )
     screen.line("compared", f"{text}: {', '.join(backends)}")
     json_report.write(json_path, "kernels", {"compared": [row.to_json() for row in rows]})
     return 1 if totals["differ"] else 0

@@ -18,7 +18,7 @@ from typing import Any
 from hf_rewrite_runtime.attention import decode_attention, latent_decode
 from hf_rewrite_runtime.launching import launch, tiles
 from rewrite import operators
-from rewrite.kernels import catalogue, kernel_cases, model_sizes, stand_ins, step_launches
+from rewrite.kernels import catalogue, kernel_cases, model_sizes, step_launches
 from rewrite.kernels.cards import CARDS
 from rewrite.kernels.chips import CHIPS
 from rewrite.kernels.kernel_cases import Entry
@@ -72,7 +72,7 @@ class _Choices:
 
 
 def _fits(asked: Asked, natural: Any, form: Any) -> bool:
-    """Return whether a form is for the same computation: heads that share keys, and tiles that are heads, are fixed."""
+    """Return whether a form is for the same computation: heads that share keys, and those in a tile, are."""
     if natural is None or form is None:
         return False
     return asked[0] not in _FIXED or natural[0] == form[0]
@@ -117,7 +117,9 @@ def forms(backend: str) -> dict[Asked, list[Any]]:
             kernel_cases.entries(catalogue.cases())
             for step in model_sizes.STEPS.values():
                 for rows in step.rows:
-                    kernel_cases.entries([kernel_cases.Case("", part.call) for part in step_launches.parts(step, rows)])
+                    kernel_cases.entries(
+                        [kernel_cases.Case("", part.call) for part in step_launches.parts(step, rows)]
+                    )
             for kind, rows, cols in itertools.product(KINDS, SIZES, SIZES):
                 tiles.tile(kind, rows, cols, 2, None)
             for rows, step, capacity in itertools.product(ROWS, model_sizes.STEPS.values(), CAPACITIES):
@@ -138,7 +140,10 @@ def _add_measured(choices: _Choices, table: Mapping[str, tiles.Entry]) -> None:
         asked, form = ("launching.tiles:tile", kind), entry
         if kind == "attention" and entry is not None:
             heads, splits, slots, dot, warps = entry
-            asked, form = ("attention.decode_attention:choose", ""), decode_attention.Split(heads, splits, slots, bool(dot), warps)
+            asked, form = (
+                ("attention.decode_attention:choose", ""),
+                decode_attention.Split(heads, splits, slots, bool(dot), warps),
+            )
         if form not in choices.asked[asked]:
             choices.asked[asked].append(form)
 
@@ -153,7 +158,13 @@ def _small(size: Any) -> Any:
             kv_heads=kv_heads, vocabulary=300,
         )  # fmt: skip
     if isinstance(size, Mixture):
-        return replace(size, experts=6 if size.experts < 256 else 32, top_k=min(size.top_k, 4), hidden_size=384, intermediate_size=128)
+        return replace(
+            size,
+            experts=6 if size.experts < 256 else 32,
+            top_k=min(size.top_k, 4),
+            hidden_size=384,
+            intermediate_size=128,
+        )
     return size
 
 

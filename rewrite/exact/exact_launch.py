@@ -1,8 +1,8 @@
 """One launch of a kernel, as `kernel_cases.entries` collects it, on random elements and against its reference.
 
-The tensors that the launch was collected with are replaced: floats of any width by fp32 whose bits are random elements,
-8-bit codes and bytes by random ones, positions and numbers of experts by what the reference says that they may be. So
-each kernel is tried by itself, with the grid, the strides and the constants that its operator gave it.
+The tensors that the launch was collected with are replaced: floats of any width by fp32 whose bits are random
+elements, 8-bit codes and bytes by random ones, positions and numbers of experts by what the reference says that they
+may be. So each kernel is tried by itself, with the grid, the strides and the constants that its operator gave it.
 """
 
 from __future__ import annotations

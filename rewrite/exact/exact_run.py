@@ -1,4 +1,4 @@
-"""Puts processes to work on the launches of both vendors and gathers what they say. Imports neither torch nor triton."""
+"""Puts processes to work on both vendors' launches and gathers what they say. Imports neither torch nor triton."""
 
 from __future__ import annotations
 

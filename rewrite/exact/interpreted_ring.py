@@ -50,7 +50,7 @@ def install() -> None:
 
 
 def _patched_once(before: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Triton's language stay the interpreter's: to change it at every call of a function takes a third of the time."""
+    """Let Triton's language stay the interpreter's: changing it at each call takes a third of the time."""
     done: set[int] = set()
 
     def run(function: Any) -> Any:

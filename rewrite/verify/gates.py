@@ -13,8 +13,8 @@ from .calls.captured_replays import captured_checks
 from .calls.compiled import compile_checks
 from .calls.parity import exact_checks, low_precision_checks
 from .calls.precision import precision_checks, rounding_checks
-from .calls.ring_equality import ring_checks
 from .calls.registered import registered_checks
+from .calls.ring_equality import ring_checks
 from .calls.single_forward import forward_parity, low_precision_forward
 from .configuration.variations import configuration_checks
 from .generation.cache_name import lost_cache

@@ -1,6 +1,6 @@
 """What each kernel computes, in a few lines of plain torch, written from its docstring and not from its code.
 
-A reference sees a launch's arguments before it (`exact_launch.Arguments`) and returns what its outputs hold afterwards.
+A reference sees a launch's arguments before it (`exact_launch.Arguments`), and returns what its outputs hold then.
 """
 
 from __future__ import annotations

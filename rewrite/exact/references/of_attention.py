@@ -47,7 +47,8 @@ def _masked_attention(a: Arguments) -> Outputs:
 def _parts(a: Arguments, row: int) -> list[slice]:
     """Return the slots of each part of a row."""
     start, end = int(a.starts_ptr[row]), int(a.position_ptr) + 1
-    share = -(-(-(-(end - start) // a.SPLITS)) // a.BLOCK_SLOTS) * a.BLOCK_SLOTS
+    each = -(-(end - start) // a.SPLITS)
+    share = -(-each // a.BLOCK_SLOTS) * a.BLOCK_SLOTS
     return [slice(first, min(first + share, end)) for first in range(start, end, share)]
 
 

@@ -32,7 +32,10 @@ def _best_of_block(a: Arguments) -> Outputs:
     rows = a.logits_ptr.view(-1, a.vocabulary)
     blocks = [block.max(-1) for block in rows.split(a.BLOCK, -1)]
     best = torch.stack([value for value, _ in blocks], -1)
-    return {"best_ptr": best, "index_ptr": torch.stack([at + number * a.BLOCK for number, (_, at) in enumerate(blocks)], -1)}
+    return {
+        "best_ptr": best,
+        "index_ptr": torch.stack([at + number * a.BLOCK for number, (_, at) in enumerate(blocks)], -1),
+    }
 
 
 def _take_best(a: Arguments) -> Outputs:

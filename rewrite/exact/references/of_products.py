@@ -44,7 +44,11 @@ def _transposed_linear(a: Arguments) -> Outputs:
 
 def _beside(a: Arguments) -> Outputs:
     found = {"normed_ptr": entered(a)} if a.KEEPS else {}
-    for number, size, biased in (("", a.O, a.BIAS), ("second_", a.SECOND_O, a.SECOND_BIAS), ("third_", a.THIRD_O, a.THIRD_BIAS)):
+    for number, size, biased in (
+        ("", a.O, a.BIAS),
+        ("second_", a.SECOND_O, a.SECOND_BIAS),
+        ("third_", a.THIRD_O, a.THIRD_BIAS),
+    ):
         if size:
             y = entered(a) @ getattr(a, f"{number}weight_ptr").T
             y = y + getattr(a, f"{number}bias_ptr") if biased else y

@@ -39,7 +39,9 @@ def _state_space_step(a: Arguments) -> Outputs:
     x, dt, z = (each.reshape(-1, a.HEADS, a.P) for each in (a.x_ptr, a.dt_ptr, a.z_ptr))
     dt = dt + a.bias_ptr.view(a.HEADS, a.P) if a.BIAS else dt
     dt = (_softplus(dt) if a.SOFTPLUS else dt)[..., None]
-    b, c = (each.reshape(-1, a.GROUPS, 1, a.N).repeat_interleave(a.HEADS // a.GROUPS, 1) for each in (a.b_ptr, a.c_ptr))
+    b, c = (
+        each.reshape(-1, a.GROUPS, 1, a.N).repeat_interleave(a.HEADS // a.GROUPS, 1) for each in (a.b_ptr, a.c_ptr)
+    )
     state = a.state_ptr * torch.exp(dt * a.a_ptr.view(a.HEADS, a.P, a.N)) + dt * x[..., None] * b
     y = (state * c).sum(-1) + (x * a.d_ptr.view(a.HEADS, a.P) if a.SKIP else 0.0)
     return {"state_ptr": state, "out_ptr": y * activated("silu", z) if a.GATED else y}

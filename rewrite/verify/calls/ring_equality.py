@@ -116,7 +116,11 @@ class _Comparison:
 
         model = fill(build(model_class, variant, implementation, "float64", "cpu"))
         seed = self.bench.seed_for("prompt", "ring")
-        padding = "right" if self.bench.subject.accepts("attention_mask") and variant.inputs == self.bench.base.inputs else "none"
+        padding = (
+            "right"
+            if self.bench.subject.accepts("attention_mask") and variant.inputs == self.bench.base.inputs
+            else "none"
+        )
         given = make(variant.inputs, variant.config, 2, seed, torch.float32, padding)
         with torch.no_grad(), InTheRing():
             return flattened(model(**{name: _as_elements(name, value) for name, value in given.items()}))
