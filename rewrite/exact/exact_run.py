@@ -113,7 +113,7 @@ def _run(task: dict[str, Any], told: _Told) -> list[Compared]:
                     told(rows[-1])
         if process.returncode:
             said.seek(0)
-            last = [line.strip() for line in said if line.strip()][-1:] or ["it said nothing"]
+            last = [line.strip() for line in said if line.strip()][-1:] or [f"it ended with {process.returncode}"]
             raise RewriteError(f"the kernels of {task['backend']} could not be interpreted: {last[0]}")
     return rows
 

@@ -35,9 +35,9 @@ def install() -> None:
             setattr(_Builder, f"create_fcmp{kind}{name}", _compared(compare))
     for name in ("clampf", "frem"):
         setattr(_Builder, f"create_{name}", _refused(name))
-    _Builder.create_fma = lambda self, x, y, z: self.create_fadd(self.create_fmul(x, y), z)  # type: ignore[method-assign]
+    _Builder.create_fma = lambda self, x, y, z: self.create_fadd(self.create_fmul(x, y), z)
     _Builder.create_dot = _dot
-    _Builder.get_fp32 = lambda self, value: _handle(torch.tensor([ring.element(float(np.float32(value)))]))  # type: ignore[method-assign]
+    _Builder.get_fp32 = lambda self, value: _handle(torch.tensor([ring.element(float(np.float32(value)))]))
     for name in ("si_to_fp", "ui_to_fp", "fp_ext", "fp_trunc", "fp_to_si", "fp_to_ui"):
         setattr(_Builder, f"create_{name}", _cast(getattr(_Builder, f"create_{name}")))
     _Builder.create_fp_to_fp = _cast(_Builder.create_fp_to_fp)

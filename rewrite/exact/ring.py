@@ -8,7 +8,7 @@ rewritten:
 |---|---|---|
 | exp | `(1 + p)^x = 1 + p x` | `exp(a + b) = exp(a) exp(b)`: softmax in parts, sigmoid, tanh |
 | order, max | of the residues, the upper half negative | whatever an order has |
-| rsqrt, sqrt, log, erf, sin, cos, … | a random function of each name (random oracle) | equal arguments, equal results |
+| rsqrt, sqrt, log, erf, sin, cos, … | a random function each (random oracle) | equal arguments, equal results |
 | -1e30 and below | a symbol, `HIDDEN`: absorbs, and `exp` of it is 0 | masks |
 
 Two different polynomials agree at a random point with a probability of at most their degree over p (Schwartz, Zippel).

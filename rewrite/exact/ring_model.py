@@ -32,7 +32,7 @@ def fill(model: Any) -> Any:
                     found = ring.random(tuple(tensor.shape), f"{path}.{name}") if learned else ring.elements(tensor)
                     made[id(tensor)] = RingTensor(found)
                     if slots is module._parameters:
-                        made[id(tensor)]._is_param = True  # type: ignore[attr-defined]
+                        made[id(tensor)]._is_param = True
                 slots[name] = made[id(tensor)]
     return model
 

@@ -18,7 +18,7 @@ def elements(value: Any) -> Tensor:
     """Return what a tensor or a number is in the ring."""
     own = getattr(value, "elements", None)
     if own is not None:
-        return own  # type: ignore[no-any-return]
+        return own
     return ring.elements(value) if isinstance(value, Tensor) else torch.tensor(ring.element(_in_fp32(float(value))))
 
 
@@ -116,7 +116,7 @@ def _gelu(x: Any, approximate: str = "none") -> Tensor:
     return ring.mul(ring.mul(value, elements(0.5)), ring.add(ring.tanh(inner), torch.ones_like(inner)))
 
 
-def _clamp(x: Any, min: Any = None, max: Any = None) -> Tensor:  # noqa: A002
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Tensor:
     found = elements(x)
     found = found if min is None else ring.maximum(found, elements(min))
     return found if max is None else ring.minimum(found, elements(max))

@@ -18,6 +18,7 @@ from ..judging.verdict import POLYNOMIALS, Figure
 from ..judging.watchdog import of_original
 from ..models.configs import Variant
 from ..models.counting import uncounted
+from ..models.inputs import Padding
 from ..models.model_inputs import make
 from ..models.model_pair import Workbench, build
 
@@ -116,7 +117,7 @@ class _Comparison:
 
         model = fill(build(model_class, variant, implementation, "float64", "cpu"))
         seed = self.bench.seed_for("prompt", "ring")
-        padding = (
+        padding: Padding = (
             "right"
             if self.bench.subject.accepts("attention_mask") and variant.inputs == self.bench.base.inputs
             else "none"
