@@ -252,6 +252,7 @@ COMPUTES: dict[Any, Callable[..., Any]] = {
     _aten.native_layer_norm: _layer_norm,
     _aten.native_group_norm: _group_norm,
     _aten.exp: _of(ring.exp),
+    _aten.expm1: lambda x: ring.sub(ring.exp(elements(x)), torch.tensor(1)),
     _aten.sigmoid: _of(ring.sigmoid),
     _aten.tanh: _of(ring.tanh),
     _aten.silu: lambda x: ring.mul(elements(x), ring.sigmoid(elements(x))),

@@ -59,6 +59,8 @@ class RingTensor(Tensor):
         """
         kwargs = kwargs or {}
         packet = func.overloadpacket
+        if packet is torch.ops.aten._to_copy and not _is_float(kwargs.get("dtype")):
+            return _converted(args[0], kwargs["dtype"])
         if packet in COMPUTES:
             return _computed(packet, args, kwargs)
         if packet in INTO:
@@ -79,12 +81,22 @@ class RingTensor(Tensor):
         return taken_apart
 
 
+def _is_float(dtype: torch.dtype | None) -> bool:
+    return dtype is None or dtype.is_floating_point
+
+
+def _converted(tensor: Any, dtype: torch.dtype) -> Tensor:
+    if dtype != torch.bool:
+        raise ring.Meaningless(f"a conversion to {dtype}")
+    return elements(tensor) != 0
+
+
 def _computed(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     function = COMPUTES[packet]
     wanted = _keywords(function)
     found = function(*args, **{name: value for name, value in kwargs.items() if wanted is None or name in wanted})
     dtype = kwargs.get("dtype")
-    if dtype is None or not dtype.is_floating_point:
+    if dtype is None or not _is_float(dtype):
         dtype = next(leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RingTensor))
     if isinstance(found, tuple):
         return tuple(RingTensor(one, dtype) if place == 0 else one for place, one in enumerate(found))
