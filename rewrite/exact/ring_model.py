@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from hf_rewrite_runtime.linear import packing
+from hf_rewrite_runtime.core import backend
 
 from . import ring
 from .ring_tensor import RingTensor
 
-packing.admit(RingTensor)
+backend.admit(RingTensor)
 LEARNED = "_bias"
 """Ends the names of buffers that training changes, as a router's correction."""
 
@@ -35,22 +33,6 @@ def fill(model: Any) -> Any:
                         made[id(tensor)]._is_param = True
                 slots[name] = made[id(tensor)]
     return model
-
-
-class InTheRing(TorchFunctionMode):
-    """Has the tensors that a model makes, and writes elements into, made of elements."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a function of torch."""
-        found = func(*args, **(kwargs or {}))
-        if func in _MAKES and type(found) is Tensor and found.is_floating_point():
-            return RingTensor(ring.elements(found), found.dtype)
-        return found
-
-
-_MAKES = {torch.zeros, torch.ones, torch.empty, torch.eye}
 
 
 def flattened(output: Any, name: str = "output") -> dict[str, Tensor]:

@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import ring
 from .ring_operations import ASKS, COMPARES, COMPUTES, FUNCTIONS, INTO, MOVES, elements
+
+WHOLE = 2**15
+"""What is taken for a count where integers are made of elements: of other elements one in 32,768 is as small."""
 
 
 class RingTensor(Tensor):
@@ -64,6 +68,8 @@ class RingTensor(Tensor):
         if packet in COMPUTES:
             return _computed(packet, args, kwargs)
         if packet in INTO:
+            if not isinstance(args[0], RingTensor):
+                raise ring.Meaningless(f"{packet} into an ordinary tensor")
             found = _computed(INTO[packet], args, kwargs)
             args[0].elements.copy_(found.elements)
             return args[0]
@@ -86,9 +92,12 @@ def _is_float(dtype: torch.dtype | None) -> bool:
 
 
 def _converted(tensor: Any, dtype: torch.dtype) -> Tensor:
-    if dtype != torch.bool:
+    if dtype == torch.bool:
+        return elements(tensor) != 0
+    whole = ring.key(elements(tensor))
+    if bool((whole.abs() > WHOLE).any()):
         raise ring.Meaningless(f"a conversion to {dtype}")
-    return elements(tensor) != 0
+    return whole.to(dtype)
 
 
 def _computed(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -118,6 +127,8 @@ def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     def inner(leaf: Any) -> Any:
         if isinstance(leaf, RingTensor):
             return leaf.elements
+        if isinstance(leaf, float):  # what is put somewhere: numbers of places are whole
+            return ring.element(leaf)
         return ring.elements(leaf) if floats and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     if isinstance(args[0], Tensor) and not isinstance(args[0], RingTensor) and func._schema.is_mutable:
@@ -129,3 +140,19 @@ def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if isinstance(found, (tuple, list)):
         return type(found)(RingTensor(one, given[0].dtype) for one in found)
     return RingTensor(found, given[0].dtype)
+
+
+class InTheRing(TorchFunctionMode):
+    """Has the tensors that a model makes, and writes elements into, made of elements."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch."""
+        found = func(*args, **(kwargs or {}))
+        if func in _MAKES and type(found) is Tensor and found.is_floating_point():
+            return RingTensor(ring.elements(found), found.dtype)
+        return found
+
+
+_MAKES = {torch.zeros, torch.ones, torch.empty, torch.empty_strided, torch.eye}

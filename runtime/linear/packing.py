@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +48,6 @@ REASONS = {
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A product of an input, a weight and a bias, as `F.linear` takes them."""
 _PLAIN = (Tensor, nn.Parameter)
-_admitted: set[type[Tensor]] = set()
-"""Classes of tensors that compute what plain ones do: `admit`."""
 
 OF_THE_CALL = {"gradient", "not_a_tensor", "watched", "traced", "autocast", "shared_storage", "capturing"}
 """The reasons that another call may not have."""
@@ -58,18 +55,6 @@ OF_THE_CALL = {"gradient", "not_a_tensor", "watched", "traced", "autocast", "sha
 _packed_once: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """First projections of those that lie in one memory, or cannot: a graph to come finds them so. Each with the address
 that its weight had: a weight that was moved since asks again."""
-
-
-def admit(kind: type[Tensor]) -> None:
-    """Take a class of tensors for plain ones: that by which `rewrite verify` computes in a finite ring.
-
-    Its weights are copied into one at each call, since it has no memory that could be joined.
-    """
-    _admitted.add(kind)
-
-
-def _is_plain(tensor: Any) -> bool:
-    return type(tensor) in _PLAIN or type(tensor) in _admitted
 
 
 def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
@@ -139,7 +124,7 @@ def unsafe(
         return "not_a_tensor"
     if torch._C._get_tracing_state() is not None:
         return "traced"
-    if not _is_plain(input) or backend.interposed():
+    if not backend.is_plain(input) or backend.interposed():
         return "watched"
     gradient = torch.is_grad_enabled()
     if gradient and input.requires_grad:
@@ -154,7 +139,7 @@ def unsafe(
         if "bias" not in projection._parameters:  # it was deleted
             return "not_a_plain_parameter"
         weight, bias = projection._parameters.get("weight"), projection._parameters["bias"]
-        if not _is_plain(weight) or (bias is not None and not _is_plain(bias)):
+        if not backend.is_plain(weight) or (bias is not None and not backend.is_plain(bias)):
             return "not_a_plain_parameter"
         assert weight is not None
         if gradient and (weight.requires_grad or (bias is not None and bias.requires_grad)):
@@ -190,7 +175,7 @@ def _packed(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple
 
 def as_one(tensors: Sequence[Tensor]) -> Tensor | str:
     """Return tensors as one, moved into one memory where they are not yet; or why they cannot be."""
-    if type(tensors[0]) in _admitted:
+    if type(tensors[0]) not in _PLAIN:  # admitted: it has no memory that could be joined
         return torch.cat(list(tensors))
     whole = joined_storage.joined(tensors)
     return joined_storage.join(tensors) if whole is None else whole

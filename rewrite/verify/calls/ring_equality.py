@@ -118,7 +118,8 @@ class _Comparison:
         """The outputs of a pass, elements or numbers, by the way to them."""
         import torch
 
-        from rewrite.exact.ring_model import InTheRing, fill, flattened
+        from rewrite.exact.ring_model import fill, flattened
+        from rewrite.exact.ring_tensor import InTheRing
 
         model = fill(build(model_class, variant, implementation, "float64", "cpu"))
         seed = self.bench.seed_for("prompt", "ring")
