@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         "rewrite kernels linear rms_norm --target gfx942",
         "rewrite kernels linear --record before.json   # later: --against before.json",
         "rewrite kernels 8b --card H100 --card MI300X",
+        "rewrite kernels rms_norm decode_attention --exact",
     ),
 )
 @click.argument("names", metavar="[KERNEL|MODEL]…", nargs=-1)
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 @click.option(
     "--card", "cards", type=click.Choice(tuple(CARDS)), multiple=True, help="Model a decode step there; repeatable."
 )
+@click.option("--exact", is_flag=True, help="Compare with formulas, in a ring: no bit may differ.")
 @reporting_options
 def kernels(
     names: tuple[str, ...],
@@ -43,6 +45,7 @@ def kernels(
     jobs: int | None,
     record_path: Path | None,
     against_path: Path | None,
+    exact: bool,
     json_path: Path | None,
     quiet: bool,
 ) -> int:
@@ -55,10 +58,18 @@ def kernels(
     With --card it compiles a decode step of each MODEL (1b, 8b, …) for 1, 8 and 32 rows instead, and prints how long a
     model on paper says that it takes there, and what bounds it. Exits with 1 if a launch fills under 85% of the
     processors.
+
+    With --exact it interprets every kernel on the CPU, in every tile, split and form that the rules choose for either
+    vendor, with numbers of a finite ring, in which no sum rounds: exits with 1 if a bit differs from the kernel's
+    formula.
     """
     from rewrite.console.console import Screen
 
     screen = Screen(json=json_path, quiet=quiet)
+    if exact:
+        if cards or against_path is not None or record_path is not None:
+            raise click.UsageError("--exact compiles nothing: leave --card, --record and --against out")
+        return _exact(names, targets, jobs, json_path, screen)
     if cards:
         if against_path is not None or targets:
             raise click.UsageError("--against and --target are for kernels: leave --card out")
@@ -91,6 +102,39 @@ def kernels(
         json_path, "kernels", kernel_tables.record(rows, found) | ({} if before is None else {"drifts": drifts})
     )
     return 1 if found or drifts else 0
+
+
+def _exact(
+    names: tuple[str, ...], targets: tuple[str, ...], jobs: int | None, json_path: Path | None, screen: Screen
+) -> int:
+    """Print which kernels are their formulas in the ring. Returns the exit code."""
+    import os
+
+    from rewrite.delivery import json_report
+    from rewrite.exact import exact_run
+
+    backends = tuple(dict.fromkeys(CHIPS[target].backend for target in targets)) or exact_run.BACKENDS
+    with screen.working("comparing") as progress:
+        rows = exact_run.compare_all(names, backends, jobs=jobs or os.cpu_count() or 1, progress=progress)
+    counts = exact_run.equal_by_kernel(rows)
+    table = [[kernel, *(str(count or "–") for count in each.values())] for kernel, each in counts.items()]
+    screen.figures("Launches by kernel", ["kernel", "equal", "differ", "not seen"], table, [], gap=1)
+    for row in rows:
+        if row.differs:
+            screen.problem("differs", f"{row.backend} · {row.kernel} · {row.shape}: {row.differs}")
+    unseen: dict[str, set[str]] = {}
+    for row in rows:
+        if row.unseen:
+            unseen.setdefault(row.unseen, set()).add(row.kernel)
+    for why, kernels_of in sorted(unseen.items()):
+        screen.line("not seen", f"{', '.join(sorted(kernels_of))}: {why}")
+    totals = {name: sum(each[name] for each in counts.values()) for name in ("equal", "differ", "unseen")}
+    text = (
+        f"{totals['equal']} launches are equal bit by bit, {totals['differ']} differ, {totals['unseen']} are not seen"
+    )
+    screen.line("compared", f"{text}: {', '.join(backends)}")
+    json_report.write(json_path, "kernels", {"compared": [row.to_json() for row in rows]})
+    return 1 if totals["differ"] else 0
 
 
 def _drifts(now: Record, before: Record, screen: Screen) -> list[dict[str, Any]]:

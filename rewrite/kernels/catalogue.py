@@ -12,7 +12,7 @@ Import this after `launch.pretend`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,8 +30,14 @@ def cases() -> list[Case]:
     return [case for file, code in operators.cases().items() for case in cases_of(file, code)]
 
 
-def cases_of(file: str, code: str) -> list[Case]:
-    """Return the cases that a file of the runtime, `norms/rms_norm`, makes by its code."""
+def cases_of(file: str, code: str, sizes: Mapping[str, Any] | None = None) -> list[Case]:
+    """Return the cases that a file of the runtime, `norms/rms_norm`, makes by its code.
+
+    Args:
+        file: its name.
+        code: its `CASES`.
+        sizes: values of names of `model_sizes` and `stand_ins`, in place of those of real models.
+    """
     found: list[Case] = []
 
     def case(shape: str, function: Callable[..., object], *arguments: Any, **keywords: Any) -> None:
@@ -39,5 +45,6 @@ def cases_of(file: str, code: str) -> list[Case]:
 
     module = importlib.import_module(f"hf_rewrite_runtime.{file.replace('/', '.')}")
     names = {**vars(tensors), **vars(stand_ins), **vars(model_sizes), "nn": nn, **vars(module), "case": case}
+    names |= sizes or {}
     exec(compile(code, f"CASES of runtime/{file}.py", "exec"), names)
     return found

@@ -40,6 +40,7 @@ MIXTRAL = Mixture("Mixtral 8x7B", 8, 2, 4096, 14336)
 DEEPSEEK_V3 = Mixture("DeepSeek V3", 256, 8, 7168, 2048)
 GPT_OSS = Mixture("gpt-oss 20B", 32, 4, 2880, 2880)
 LLAMA4_SCOUT = Mixture("Llama 4 Scout", 16, 1, 5120, 8192)
+WIDE_COLUMNS = Mixture("wide columns", 16, 4, 5120, 8192)
 MINIMAX_M3 = Mixture("MiniMax M3", 256, 8, 6144, 2048)
 
 

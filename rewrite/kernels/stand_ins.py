@@ -26,6 +26,11 @@ PROMPT = 4096
 EPS = 1e-5
 
 
+def many(count: int) -> int:
+    """Return how many rows of a weight, tokens or heads there are: a catalogue for an interpreter has fewer."""
+    return count
+
+
 def parameter(*shape: int) -> nn.Parameter:
     """Return a parameter, which kernels of a graph may load before they wait."""
     return nn.Parameter(tensor(*shape), requires_grad=False)

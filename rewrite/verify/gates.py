@@ -14,6 +14,7 @@ from .calls.compiled import compile_checks
 from .calls.parity import exact_checks, low_precision_checks
 from .calls.precision import precision_checks, rounding_checks
 from .calls.registered import registered_checks
+from .calls.ring_equality import ring_checks
 from .calls.single_forward import forward_parity, low_precision_forward
 from .configuration.variations import configuration_checks
 from .generation.cache_name import lost_cache
@@ -44,7 +45,7 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
     """The checks of a gate by its name, in parts that processes of their own may run."""
     if name == "parity":
         parts = _with_text(bench, subjects) if bench.base.inputs == TEXT else _without_text(bench, subjects)
-        return [*parts, Part(partial(itself_checks, bench))]
+        return [Part(partial(ring_checks, bench)), *parts, Part(partial(itself_checks, bench))]
     if name == "model" and bench.options.weights is not None:
         from .generation.teacher_forcing import teacher_checks
 

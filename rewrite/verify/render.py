@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from .failure_groups import causes
-from .judging.verdict import Asked, Check, ConfigField, Divergence, Figure, Gate, Reached, Verdict
+from .judging.verdict import POLYNOMIALS, Asked, Check, ConfigField, Divergence, Figure, Gate, Reached, Verdict
 
 WIDTH = 80
 APPROXIMATE = "approximate, "
@@ -138,7 +138,7 @@ def _gate(gate: Gate, verbose: bool) -> Iterator[str]:
     counts = f"{passed}/{len(ran)} checks" + (f", {left} not run" if left else "")
     yield f"gate {gate.number}  {gate.name:<11} {SIGNS[gate.status]:<8} {counts} · {gate.seconds:.1f} s"
     for check in gate.checks:
-        told = gate.name == "latency" or check.name.startswith(APPROXIMATE)
+        told = gate.name == "latency" or check.name.startswith((APPROXIMATE, POLYNOMIALS))
         if verbose or (told and check.status == "passed"):
             yield from _check(check)
     if not verbose:

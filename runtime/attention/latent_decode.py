@@ -29,6 +29,7 @@ from .latent_query import HeadDims, Latents
 
 CASES = """
 def attend(heads, rows, capacity):
+    heads = many(heads)
     kept = Latents(tensor(rows, 1, capacity, 512), tensor(rows, 1, capacity, 64))
     division = divide(rows, heads, capacity, 2)
     queries = tensor(rows, heads, 512), tensor(rows, heads, 64)

@@ -29,6 +29,7 @@ from ..rope.rope_cache import Rotation
 
 CASES = """
 def bring(heads, rows):
+    heads = many(heads)
     q, compressed = tensor(rows, 1, heads * 192), tensor(rows, 1, 576)
     kept = Latents(tensor(rows, 1, CONTEXT, 512), tensor(rows, 1, CONTEXT, 64))
     table = tensor(rows, 1, 32)

@@ -186,6 +186,17 @@ def learns(*tensors: torch.Tensor | None) -> bool:
 
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+_admitted: set[type[torch.Tensor]] = set()
+
+
+def admit(kind: type[torch.Tensor]) -> None:
+    """Take a class of tensors for plain ones: that by which `rewrite verify` computes in a finite ring."""
+    _admitted.add(kind)
+
+
+def is_plain(tensor: object) -> bool:
+    """Return whether a tensor or a parameter is of torch's own class, or of one that was admitted."""
+    return type(tensor) in _PLAIN_TENSORS or type(tensor) in _admitted
 
 
 def again(
@@ -286,7 +297,7 @@ def nothing_watches(tensor: torch.Tensor) -> bool:
     Then its implementation is called directly, which saves 12 µs of dispatch a call (H100 host, torch 2.11).
     """
     return (
-        type(tensor) is torch.Tensor
+        (type(tensor) is torch.Tensor or type(tensor) in _admitted)
         and not is_compiling()
         and not _len_torch_dispatch_stack()
         and _functorch_level() is None

@@ -27,6 +27,7 @@ from ..linear.prologue import Norm, norm_arguments
 
 CASES = """
 def product(rows, cols, out, norm):
+    out = many(out)
     before, after = (prologue(cols), None) if norm else (None, tensor(rows, 1, out))
     return few_rows(tensor(rows, 1, cols), quantized(out, cols), None, before, after)
 

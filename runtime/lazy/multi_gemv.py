@@ -27,7 +27,8 @@ MOST = 3
 
 CASES = """
 def beside(cols, outs, norm=None, activation="", keeps=False):
-    x, made = tensor(1, 1, cols), [tensor(1, 1, out) for out in outs]
+    x, outs = tensor(1, 1, cols), [many(out) for out in outs]
+    made = [tensor(1, 1, out) for out in outs]
     bias = norm is not None
     products = [Product(x, tensor(out, cols), parameter(out) if bias else None, norm, activation) for out in outs]
     return launch_beside(products, made, tensor(1, 1, cols) if keeps else None)

@@ -24,6 +24,7 @@ from .prologue import norm_arguments
 
 CASES = """
 def product(rows, cols, norm):
+    rows = many(rows)
     scale = tensor(-(-rows // 128), -(-cols // 128), dtype=torch.float32)
     weight = Blocks(tensor(rows, cols, dtype=torch.float8_e4m3fn), scale, 128, 128)
     out = tensor(8, 1, rows)

@@ -31,7 +31,9 @@ def dense(rows, cols):
     return dequantized(Blocks(tensor(rows, cols, dtype=torch.float8_e4m3fn), scale, 128, 128), torch.bfloat16)
 
 def expert(rows, cols):
-    codes, scale = tensor(32, rows, cols // 2, dtype=torch.uint8), tensor(32, rows, cols // 32, dtype=torch.uint8)
+    experts = GPT_OSS.experts
+    codes = tensor(experts, rows, cols // 2, dtype=torch.uint8)
+    scale = tensor(experts, rows, cols // 32, dtype=torch.uint8)
     return dequantized(Blocks(codes, scale, 1, 32), torch.bfloat16)
 
 case("8B, down", dense, LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size)

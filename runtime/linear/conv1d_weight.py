@@ -32,6 +32,7 @@ MOST_TILES = 8
 
 CASES = """
 def product(cols, rows, activation, norm):
+    rows = many(rows)
     before = LayerNormPrologue(tensor(cols), tensor(cols), EPS) if norm else None
     after = None if norm else tensor(1, 1, rows)
     launch_transposed(

@@ -37,6 +37,7 @@ from .skinny import MOST_ROWS, launch_skinny_linear, skinny_kind, takes_norm
 
 CASES = """
 def product(rows, cols, out, norm=False, residual=False):
+    out = many(out)
     before, after = prologue(cols) if norm else None, tensor(rows, 1, out) if residual else None
     return few_rows(tensor(rows, 1, cols), tensor(out, cols), None, before, after)
 

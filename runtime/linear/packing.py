@@ -124,7 +124,7 @@ def unsafe(
         return "not_a_tensor"
     if torch._C._get_tracing_state() is not None:
         return "traced"
-    if type(input) not in _PLAIN or backend.interposed():
+    if not backend.is_plain(input) or backend.interposed():
         return "watched"
     gradient = torch.is_grad_enabled()
     if gradient and input.requires_grad:
@@ -139,7 +139,7 @@ def unsafe(
         if "bias" not in projection._parameters:  # it was deleted
             return "not_a_plain_parameter"
         weight, bias = projection._parameters.get("weight"), projection._parameters["bias"]
-        if type(weight) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
+        if not backend.is_plain(weight) or (bias is not None and not backend.is_plain(bias)):
             return "not_a_plain_parameter"
         assert weight is not None
         if gradient and (weight.requires_grad or (bias is not None and bias.requires_grad)):
@@ -175,6 +175,8 @@ def _packed(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple
 
 def as_one(tensors: Sequence[Tensor]) -> Tensor | str:
     """Return tensors as one, moved into one memory where they are not yet; or why they cannot be."""
+    if type(tensors[0]) not in _PLAIN:  # admitted: it has no memory that could be joined
+        return torch.cat(list(tensors))
     whole = joined_storage.joined(tensors)
     return joined_storage.join(tensors) if whole is None else whole
 

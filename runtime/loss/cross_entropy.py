@@ -29,8 +29,9 @@ from ..launching.launch import HIP, WAVE, Kernel
 
 CASES = """
 def losses(model, dtype=torch.bfloat16, **form):
-    logits = tensor(256, model.vocabulary).to(dtype)
-    labels = torch.zeros(256, dtype=torch.int64, device=logits.device)
+    rows = many(256)
+    logits = tensor(rows, model.vocabulary).to(dtype)
+    labels = torch.zeros(rows, dtype=torch.int64, device=logits.device)
     losses_and_gradients(logits, labels, -100, Shape(**form))
 
 for model in LLAMAS:

@@ -50,7 +50,7 @@ case("half of the experts", half, QWEN3_MOE)
 case(MINIMAX_M3.name, run, MINIMAX_M3, ExpertsForm(alpha=1.7, limit=7.0, shift=1.0))
 case(GPT_OSS.name, run, GPT_OSS, ExpertsForm(None, 1.7, 7.0, 1.0, interleaved=True, transposed=True, biased=True))
 case(LLAMA4_SCOUT.name, run, LLAMA4_SCOUT, ExpertsForm(nn.SiLU(), transposed=True))
-case("wide columns", run, Mixture("", 16, 4, 5120, 8192), ExpertsForm(nn.SiLU(), transposed=True))
+case(WIDE_COLUMNS.name, run, WIDE_COLUMNS, ExpertsForm(nn.SiLU(), transposed=True))
 """
 
 if backend.triton_installed():

@@ -27,6 +27,7 @@ from .form import Gating
 
 CASES = """
 def run(sizes, how, four=False, eight=False, tokens=512):
+    tokens = many(tokens)
     x, chosen = tensor(tokens, sizes.hidden_size), int64(tokens, sizes.top_k)
     def weight(rows, cols):
         if four:

@@ -11,6 +11,8 @@ Failure = Literal["", "differs", "wrong", "raised"]
 """How a check failed: it ran, and a figure is over its bound; it ran, and what it looks for is not so; it did not run
 to its end."""
 Figure = float | int | str | bool
+POLYNOMIALS = "equal as polynomials"
+"""The check in a finite ring, which is said where it passes, too."""
 ITSELF = "itself: "
 """What the names of checks begin with that compare the rewritten side's ways of running with each other."""
 IMPORTS = "both sides import"
