@@ -20,7 +20,21 @@ _NAMED = {
     "vcc": (VCC, 2), "vcc_lo": (VCC, 1), "vcc_hi": (VCC + 1, 1), "m0": (M0, 1), "exec": (EXEC, 2),
     "exec_lo": (EXEC, 1), "exec_hi": (EXEC + 1, 1), "scc": (SCC, 1),
 }  # fmt: skip
-_FLAGS = ["offen", "idxen", "off", "sc0", "sc1", "nt", "glc", "slc", "lds", "clamp", "gds", "row_mirror", "row_half_mirror"]
+_FLAGS = [
+    "offen",
+    "idxen",
+    "off",
+    "sc0",
+    "sc1",
+    "nt",
+    "glc",
+    "slc",
+    "lds",
+    "clamp",
+    "gds",
+    "row_mirror",
+    "row_half_mirror",
+]
 _FLAG = re.compile(rf"\s({'|'.join(_FLAGS)})(?=\s|$)")
 _MODIFIER = re.compile(r"\s([a-z_]\w*):(\[[^\]]*\]|swizzle\([^)]*\)|[\w.+-]+)")
 _COUNTER = re.compile(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)")

@@ -117,7 +117,9 @@ class _Tensors:
             self.storages[name] = _bytes_of(tensor)
             self.alignment[name] = begin
 
-    def write_arguments(self, memory: DeviceMemory, program: Program, grid: tuple[int, int, int], threads: int) -> None:
+    def write_arguments(
+        self, memory: DeviceMemory, program: Program, grid: tuple[int, int, int], threads: int
+    ) -> None:
         """Write what the kernel is given to the memory: addresses, numbers, and what the driver adds."""
         packed = bytearray()
         for _, kind, value in self._arguments:
@@ -128,7 +130,12 @@ class _Tensors:
                 _pack(packed, _FORMATS[kind], value)
         packed.extend(bytes(max(program.listing.arguments_size - len(packed), 0)))
         known = {f"hidden_block_count_{axis}": count for axis, count in zip("xyz", grid, strict=True)}
-        known |= {"hidden_group_size_x": threads, "hidden_group_size_y": 1, "hidden_group_size_z": 1, "hidden_grid_dims": 3}
+        known |= {
+            "hidden_group_size_x": threads,
+            "hidden_group_size_y": 1,
+            "hidden_group_size_z": 1,
+            "hidden_grid_dims": 3,
+        }
         for offset, size, kind in program.listing.hidden:
             if kind in known:
                 struct.pack_into({2: "<H", 4: "<I", 8: "<Q"}[size], packed, offset, known[kind])

@@ -41,7 +41,9 @@ class Waves:
         scratch: words of each lane's own memory.
     """
 
-    def __init__(self, registers: int, group: NDArray[np.int64], place: NDArray[np.int64], die: int = 0, scratch: int = 0):
+    def __init__(
+        self, registers: int, group: NDArray[np.int64], place: NDArray[np.int64], die: int = 0, scratch: int = 0
+    ):
         count = len(group)
         self.count = count
         self.vector: Words = np.full((registers, count, 64), POISON, U32)
@@ -122,7 +124,15 @@ def joined(gangs: Sequence[Waves]) -> Waves:
     found: Waves = object.__new__(Waves)
     found.__dict__.update(first.__dict__)
     found.count = sum(gang.count for gang in gangs)
-    for name, axis in (("vector", 1), ("scalar", 1), ("scratch", 1), ("scc", 0), ("group", 0), ("place", 0), ("on", 0)):
+    for name, axis in (
+        ("vector", 1),
+        ("scalar", 1),
+        ("scratch", 1),
+        ("scc", 0),
+        ("group", 0),
+        ("place", 0),
+        ("on", 0),
+    ):
         setattr(found, name, np.concatenate([getattr(gang, name) for gang in gangs], axis))
     found.all_on = all(gang.all_on for gang in gangs)
     found.counters = first.counters.joined([gang.counters for gang in gangs[1:]])
