@@ -31,27 +31,8 @@ def begin(chip: str) -> Emulation:
     os.environ.pop("TRITON_INTERPRET", None)
     compile_work.pretended(CHIPS[chip], launch)
     emulator = Emulator(chip)
-    collecting = launch.Kernel.launch
-
-    def emulated(
-        kernel: launch.Kernel,
-        grid: tuple[int, int, int],
-        num_warps: int,
-        tensors: Any,
-        counts: Any,
-        strides: Any,
-        floats: Any,
-        constants: Any,
-        *,
-        overlap: bool = False,
-    ) -> None:
-        if launch.collects():
-            collecting(kernel, grid, num_warps, tensors, counts, strides, floats, constants, overlap=overlap)
-        elif 0 not in grid:  # Triton's own launcher does nothing then
-            arguments = (*tensors, *counts, *strides, *floats, *constants)
-            emulator(launch.Launch(kernel, grid, arguments, kernel._options(num_warps, overlap, tensors[0])))
-
-    launch.Kernel.launch = emulated  # type: ignore[method-assign]
+    emulator.install()
+    launch._REMEMBERS = False  # as on ROCm
     return Emulation(emulator)
 
 

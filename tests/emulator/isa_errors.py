@@ -10,9 +10,11 @@ class Fault(Exception):
         super().__init__(message)
         self.message = message
         self.instruction: str | None = None
+        self.where: str | None = None
+        """The launch."""
 
     def __str__(self) -> str:
-        return self.message if self.instruction is None else f"{self.instruction}: {self.message}"
+        return ": ".join(part for part in (self.where, self.instruction, self.message) if part is not None)
 
 
 class UnknownInstruction(Exception):

@@ -1,18 +1,21 @@
-"""Runs the launches that operators make on a pretended chip: compiled by Triton's own compiler, executed here."""
+"""Runs what Triton launches: a driver without a GPU, whose launches are executed on tensors of the CPU."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hf_rewrite_runtime.launching import launch
 from rewrite.kernels.chips import CHIPS
+from rewrite.kernels.compile_work import Driver
 
 from .device_memory import Bytes, DeviceMemory, WeakMemory
 from .isa_errors import Fault
@@ -40,46 +43,54 @@ class Executed:
 
 @dataclass
 class Emulator:
-    """Runs launches for one chip.
+    """Runs launches for one chip, once it is Triton's driver (`install`).
 
     Args:
         chip: of `chips.CHIPS`.
         weak: whether memory is the weakest that the chip may have; waves run one at a time then.
         change: of every kernel's assembly.
+        seed: of the order of workgroups and waves.
     """
 
     chip: str
     weak: bool = False
     change: Change = lambda text: text
-    order: Order = Order()
+    seed: int = 0
     executed: list[Executed] = field(default_factory=list)
-    _programs: dict[str, Program] = field(default_factory=dict)
+    programs: dict[str, Program] = field(default_factory=dict)
 
-    def __call__(self, planned: launch.Launch) -> None:
-        """Compile a launch and run it on its tensors.
+    def install(self) -> None:
+        """Be the driver of this process's Triton, on a chip that the runtime was told of (`launch.pretend`)."""
+        importlib.import_module("triton").runtime.driver.set_active(EmulatedDriver(self))
+
+    def program(self, text: str) -> Program:
+        """Return a kernel that was read once."""
+        if text not in self.programs:
+            self.programs[text] = Program(text)
+        return self.programs[text]
+
+    def run(self, call: Call) -> None:
+        """Execute a launch.
 
         Raises:
             Fault: the kernel does what it may not.
             UnknownInstruction: the emulator does not know one of its instructions.
         """
-        compiled = planned()
-        name = planned.kernel.jit_function.__name__.strip("_").removesuffix("_kernel")
-        text = self.change(compiled.asm["amdgcn"])
-        program = self._programs.get(text)
-        if program is None:
-            program = self._programs[text] = Program(text)
-        threads = compiled.metadata.num_warps * CHIPS[self.chip].wave
-        tensors = _Tensors(planned, compiled.src.signature)
+        if 0 in call.grid:  # Triton's own launcher does nothing then
+            return
+        program = self.program(self.change(call.text))
+        threads = call.metadata.num_warps * CHIPS[self.chip].wave
+        tensors = _Tensors(call.arguments)
         memory = self._memory(tensors, program.listing.arguments_size)
-        tensors.write_arguments(memory, program, planned.grid, threads)
-        order = Order(self.order.seed, alone=True) if self.weak else self.order
+        tensors.write(memory, program, call.grid, threads)
+        kernel = call.metadata.name.strip("_").removesuffix("_kernel")
         try:
-            count = program.run(planned.grid, threads, memory, compiled.metadata.shared, order)
+            count = program.run(call.grid, threads, memory, call.metadata.shared, Order(self.seed, alone=self.weak))
         except Fault as fault:
-            fault.add_note(f"{name} of {planned.grid} workgroups of {threads} threads on {self.chip}")
+            fault.where = f"{kernel} of {call.grid} workgroups of {threads} threads on {self.chip}"
             raise
         tensors.take_back(memory)
-        self.executed.append(Executed(name, planned.grid, threads, count))
+        self.executed.append(Executed(kernel, call.grid, threads, count))
 
     def _memory(self, tensors: _Tensors, arguments: int) -> DeviceMemory:
         held = {**tensors.storages, ARGUMENTS: np.zeros(arguments + 64, np.uint8)}
@@ -87,28 +98,76 @@ class Emulator:
             return WeakMemory(held, tensors.alignment, self.chip)
         return DeviceMemory(held, tensors.alignment)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Call an operator; what it launches is run. Return its result."""
-        launch.collect(lambda key, planned: self(planned))
-        try:
-            with torch.no_grad():
-                return function(*arguments, **keywords)
-        finally:
-            launch.collect(None)
+
+@dataclass(frozen=True)
+class Call:
+    """A launch as Triton's driver is asked for it."""
+
+    text: str
+    """The assembly."""
+    metadata: Any
+    grid: tuple[int, int, int]
+    arguments: Sequence[tuple[str, str, Any]]
+    """Name, type and value of what is no constant."""
+
+
+class EmulatedDriver(Driver):
+    """What Triton asks of a driver in order to compile and to launch.
+
+    Args:
+        emulator: which runs the launches.
+    """
+
+    def __init__(self, emulator: Emulator):
+        super().__init__(CHIPS[emulator.chip])
+        self.emulator = emulator
+        self.utils = self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """Return the bytes of LDS of a workgroup."""
+        return {"max_shared_mem": self.chip.shared_of_group, "multiprocessor_count": self.chip.processors}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[str, str, int, int, int]:
+        """Load nothing: what is run is the assembly."""
+        return name, name, 0, 0, 1024
+
+    def unload_module(self, module: str) -> None:
+        """Let go of nothing."""
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        """Return what launches a kernel."""
+        text = _assembly(metadata)
+
+        def launch(x: int, y: int, z: int, stream: int, function: str, packed: Any, launched: Any, enter: Any, leave: Any,
+                   *values: Any) -> None:  # fmt: skip
+            kinds = source.signature.items()
+            arguments = [(n, kind, v) for (n, kind), v in zip(kinds, values, strict=True) if kind != "constexpr"]
+            self.emulator.run(Call(text, metadata, (x, y, z), arguments))
+
+        return launch
+
+
+def _assembly(metadata: Any) -> str:
+    """Return a compiled kernel's assembly, of Triton's cache: a driver is only given the binary."""
+    cache = importlib.import_module("triton.runtime.cache").get_cache_manager(metadata.hash)
+    return Path(cache.get_file(f"{metadata.name}.amdgcn")).read_text("utf-8")
 
 
 class _Tensors:
     """The arguments of a launch: the storages of its tensors, each once, and its numbers."""
 
-    def __init__(self, planned: launch.Launch, signature: dict[str, str]):
-        given = dict(zip(planned.kernel.jit_function.arg_names, planned.arguments, strict=True))
-        self._arguments = [(name, kind, given[name]) for name, kind in signature.items() if kind != "constexpr"]
+    def __init__(self, arguments: Sequence[tuple[str, str, Any]]):
+        self._arguments = arguments
         self.storages: dict[str, Bytes] = {}
         self.alignment: dict[str, int] = {}
         self._names: dict[int, str] = {}
-        for name, kind, value in self._arguments:
+        self._tables: list[torch.Tensor] = []
+        for name, kind, value in arguments:
             if kind.startswith("*"):
                 self._take(name, value)
+        for name, kind, value in arguments:
+            if kind == "*i64":
+                self._take_table(name, value)
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         begin = tensor.untyped_storage().data_ptr()
@@ -117,34 +176,62 @@ class _Tensors:
             self.storages[name] = _bytes_of(tensor)
             self.alignment[name] = begin
 
-    def write_arguments(
-        self, memory: DeviceMemory, program: Program, grid: tuple[int, int, int], threads: int
-    ) -> None:
+    def _take_table(self, name: str, table: torch.Tensor) -> None:
+        """Take the tensors whose addresses an argument holds."""
+        addresses = set(table.flatten()[:4096].tolist())
+        if not any(address > 1 << 40 for address in addresses):
+            return
+        for number, tensor in enumerate(_at(addresses)):
+            self._take(f"{name}[{number}]", tensor)
+        self._tables.append(table)
+
+    def _address(self, memory: DeviceMemory, tensor_at: int, begin: int) -> int:
+        return memory.address(self._names[begin]) + tensor_at - begin
+
+    def write(self, memory: DeviceMemory, program: Program, grid: tuple[int, int, int], threads: int) -> None:
         """Write what the kernel is given to the memory: addresses, numbers, and what the driver adds."""
         packed = bytearray()
         for _, kind, value in self._arguments:
             if kind.startswith("*"):
                 begin = value.untyped_storage().data_ptr()
-                _pack(packed, "Q", memory.address(self._names[begin]) + value.data_ptr() - begin)
+                _pack(packed, "Q", self._address(memory, value.data_ptr(), begin))
             else:
                 _pack(packed, _FORMATS[kind], value)
         packed.extend(bytes(max(program.listing.arguments_size - len(packed), 0)))
         known = {f"hidden_block_count_{axis}": count for axis, count in zip("xyz", grid, strict=True)}
-        known |= {
-            "hidden_group_size_x": threads,
-            "hidden_group_size_y": 1,
-            "hidden_group_size_z": 1,
-            "hidden_grid_dims": 3,
-        }
+        known |= {"hidden_group_size_x": threads, "hidden_group_size_y": 1, "hidden_group_size_z": 1}
+        known |= {"hidden_grid_dims": 3}
         for offset, size, kind in program.listing.hidden:
             if kind in known:
                 struct.pack_into({2: "<H", 4: "<I", 8: "<Q"}[size], packed, offset, known[kind])
         memory.tensor(ARGUMENTS)[: len(packed)] = np.frombuffer(bytes(packed), np.uint8)
+        for table in self._tables:
+            self._translate(memory, table)
+
+    def _translate(self, memory: DeviceMemory, table: torch.Tensor) -> None:
+        name = self._names[table.untyped_storage().data_ptr()]
+        entries = memory.tensor(name)[: self.storages[name].nbytes // 8 * 8].view(np.int64)
+        for tensor in _at(set(table.flatten().tolist())):
+            at, begin = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+            entries[entries == at] = self._address(memory, at, begin)
 
     def take_back(self, memory: DeviceMemory) -> None:
-        """Write to the tensors what the kernel left in memory."""
+        """Write to the tensors what the kernel left in memory; tables of addresses stay."""
+        kept = {self._names[table.untyped_storage().data_ptr()] for table in self._tables}
         for name, storage in self.storages.items():
-            storage[:] = memory.tensor(name)
+            if name not in kept:
+                storage[:] = memory.tensor(name)
+
+
+def _at(addresses: set[int]) -> Iterator[torch.Tensor]:
+    """Yield a living tensor for each address at which one begins."""
+    found: dict[int, torch.Tensor] = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor) and one.device.type == "cpu" and one.layout == torch.strided:
+            at = one.data_ptr()
+            if at in addresses:
+                found.setdefault(at, one)
+    yield from (found[at] for at in sorted(found))
 
 
 def _pack(packed: bytearray, kind: str, value: Any) -> None:
