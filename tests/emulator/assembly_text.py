@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .isa_errors import UnknownInstruction
@@ -123,12 +124,29 @@ class Instruction:
     @functools.cached_property
     def registers(self) -> frozenset[int]:
         """Every register that it names; scalar ones at `SCALAR_KEYS`."""
-        keys = set()
-        for one in self.operands:
-            if one.kind in "vs":
-                base = one.number + (SCALAR_KEYS if one.kind == "s" else 0)
-                keys.update(range(base, base + one.count))
-        return frozenset(keys)
+        return _keys(self.operands)
+
+    @functools.cached_property
+    def sources(self) -> frozenset[int]:
+        """Those but what a load writes: a load into LDS writes none."""
+        loads = self.queue and not re.search("store|write", self.name) and "lds" not in self.modifiers
+        return _keys(self.operands[1:]) if loads else self.registers
+
+    @property
+    def queue(self) -> str:
+        """Which counter orders what it brings: `vector`, `local`, or none."""
+        if self.name.startswith("ds_"):
+            return "local"
+        return "vector" if self.name.startswith(("global_", "buffer_", "scratch_")) else ""
+
+
+def _keys(operands: Sequence[Operand]) -> frozenset[int]:
+    return frozenset(
+        one.number + (SCALAR_KEYS if one.kind == "s" else 0) + register
+        for one in operands
+        if one.kind in "vs"
+        for register in range(one.count)
+    )
 
 
 def instruction(text: str, accumulators: int = ACCUMULATORS, line: int = 0) -> Instruction:

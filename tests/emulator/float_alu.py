@@ -15,10 +15,28 @@ F16, F32, F64 = np.float16, np.float32, np.float64
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
-    """Return `a * b + c`, rounded once (in float32 by way of float64, in float64 of numpy's longest)."""
+    """Return `a * b + c`, rounded once; in float64 by way of numpy's longest float, so nearly always."""
     kind = np.asarray(a).dtype.type
     wide: Any = np.longdouble if kind is F64 else F64
-    return (np.asarray(a).astype(wide) * np.asarray(b).astype(wide) + np.asarray(c).astype(wide)).astype(kind)
+    product, c = np.asarray(a).astype(wide) * np.asarray(b).astype(wide), np.asarray(c).astype(wide)
+    total = product + c
+    if kind is F32:
+        # a product of two float32 is exact: only a sum that is halfway, or subnormal, may be rounded wrong
+        word = total.view(np.uint64)
+        doubtful = (word & np.uint64(0x1FFFFFFF)) == np.uint64(0x10000000)
+        doubtful |= np.abs(total) < np.finfo(F32).tiny
+        if doubtful.any():
+            total = np.where(doubtful, _rounded_to_odd(product, c, total), total)
+    return total.astype(kind)
+
+
+def _rounded_to_odd(a: Any, b: Any, total: Any) -> Any:
+    """Return `a + b` with its last digit odd where digits are lost, so that it can be rounded once more."""
+    part = total - a
+    lost = (a - (total - part)) + (b - part)
+    even = (total.view(np.uint64) & np.uint64(1)) == 0
+    beside = np.nextafter(total, np.where(lost > 0, np.inf, -np.inf))
+    return np.where((lost != 0) & np.isfinite(lost) & even, beside, total)
 
 
 def _flushed(value: Any) -> Any:
@@ -84,13 +102,16 @@ def _subnormal(a: Any) -> Any:
 
 
 def div_scale(value: Any, denominator: Any, numerator: Any) -> tuple[Any, Any]:
-    """Return what a quotient's part is scaled to, and whether the quotient has to be scaled back (V_DIV_SCALE)."""
+    """Return what a quotient's part is scaled to, and whether the quotient has to be scaled back (V_DIV_SCALE).
+
+    Where the inverse and the quotient are subnormal AMD's text scales the denominator by 2**64, to infinity; divisions
+    are right with 2**-64.
+    """
     value, denominator, numerator = np.broadcast_arrays(value, denominator, numerator)
     of_double = value.dtype == F64
     step, near, tiny = (128, 768, 53) if of_double else (64, 96, 23)
     one = value.dtype.type(1)
-    wide_inverse = (F64(1) / denominator.astype(F64)).astype(F64)
-    inverse_small = _subnormal(wide_inverse)
+    inverse_small = _subnormal((one / denominator).astype(value.dtype))  # which v_rcp_f32 would take for zero
     quotient_small = _subnormal((numerator / denominator).astype(value.dtype))
     up, down = scaled(value, step), scaled(value, -step)
     is_denominator, is_numerator = value == denominator, value == numerator
@@ -98,7 +119,7 @@ def div_scale(value: Any, denominator: Any, numerator: Any) -> tuple[Any, Any]:
         ((numerator == 0) | (denominator == 0), one * np.nan, False),
         (exponent(numerator) - exponent(denominator) >= near, np.where(is_denominator, up, value), True),
         (_subnormal(denominator), up, False),
-        (inverse_small & quotient_small, np.where(is_denominator, up, value), True),
+        (inverse_small & quotient_small, np.where(is_denominator, down, value), True),
         (inverse_small, down, False),
         (quotient_small, np.where(is_numerator, up, value), True),
         (exponent(numerator) <= tiny, up, False),

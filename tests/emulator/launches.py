@@ -162,6 +162,7 @@ class _Tensors:
         self.alignment: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._tables: list[torch.Tensor] = []
+        self._translated: list[tuple[Any, Any, int, int]] = []
         for name, kind, value in arguments:
             if kind.startswith("*"):
                 self._take(name, value)
@@ -213,14 +214,16 @@ class _Tensors:
         entries = memory.tensor(name)[: self.storages[name].nbytes // 8 * 8].view(np.int64)
         for tensor in _at(set(table.flatten().tolist())):
             at, begin = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
-            entries[entries == at] = self._address(memory, at, begin)
+            address = self._address(memory, at, begin)
+            self._translated.append((entries, entries == at, address, at))
+            entries[entries == at] = address
 
     def take_back(self, memory: DeviceMemory) -> None:
-        """Write to the tensors what the kernel left in memory; tables of addresses stay."""
-        kept = {self._names[table.untyped_storage().data_ptr()] for table in self._tables}
+        """Write to the tensors what the kernel left in memory; addresses in tables become again what they were."""
+        for entries, where, address, at in self._translated:
+            entries[where & (entries == address)] = at
         for name, storage in self.storages.items():
-            if name not in kept:
-                storage[:] = memory.tensor(name)
+            storage[:] = memory.tensor(name)
 
 
 def _at(addresses: set[int]) -> Iterator[torch.Tensor]:

@@ -186,7 +186,8 @@ class _Batch:
         try:
             while True:
                 gang.pc = pc + 1
-                if gang.counters.busy and not gang.counters.busy.isdisjoint(instructions[pc].registers):
+                busy = gang.counters.busy
+                if busy and not busy.isdisjoint(instructions[pc].registers) and gang.counters.misused(instructions[pc]):
                     raise Fault("it uses a register before the load into it is waited for")
                 result = code[pc](gang)
                 count += 1

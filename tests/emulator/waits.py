@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from .assembly_text import Instruction
+
 Mark = tuple[str, Any, Any]
 """`read` or `wrote`, words of LDS, the bits of the waves: see `shared_memory`."""
 
@@ -84,6 +86,15 @@ class Counters:
             kept.append(stay)
         return [place for place in reversed(kept) if place]
 
+    def misused(self, one: Instruction) -> bool:
+        """Return whether an instruction names a register that a load will write, other than in the load's own order."""
+        queues = {"vector": self.vector, "local": [[f for f in place if not f.scalar] for place in self.local]}
+        own = queues.pop(one.queue, [])
+        queues["scalar"] = [[f for f in place if f.scalar] for place in self.local]
+        return not _registers(own).isdisjoint(one.sources) or any(
+            not _registers(queue).isdisjoint(one.registers) for queue in queues.values()
+        )
+
     def part(self, chosen: object) -> Counters:
         """Return those of some of the waves."""
         return Counters(list(self.vector), list(self.local))
@@ -94,6 +105,10 @@ class Counters:
         for other in others:
             vector, local = _both(vector, other.vector), _both(local, other.local)
         return Counters(vector, local)
+
+
+def _registers(queue: Queue) -> set[int]:
+    return {key for place in queue for flight in place for key in flight.registers}
 
 
 def _both(one: Queue, other: Queue) -> Queue:
