@@ -187,7 +187,11 @@ class _Batch:
             while True:
                 gang.pc = pc + 1
                 busy = gang.counters.busy
-                if busy and not busy.isdisjoint(instructions[pc].registers) and gang.counters.misused(instructions[pc]):
+                if (
+                    busy
+                    and not busy.isdisjoint(instructions[pc].registers)
+                    and gang.counters.misused(instructions[pc])
+                ):
                     raise Fault("it uses a register before the load into it is waited for")
                 result = code[pc](gang)
                 count += 1

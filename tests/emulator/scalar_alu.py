@@ -90,8 +90,15 @@ def _control(one: Instruction, name: str, labels: dict[str, int]) -> Run | None:
     return None
 
 
+_INITIAL = {
+    ("hwreg(HW_REG_MODE,0,2)", 0), ("hwreg(HW_REG_MODE,2,2)", 0), ("hwreg(HW_REG_MODE,0,4)", 0),
+    ("hwreg(HW_REG_MODE,4,2)", 3), ("hwreg(HW_REG_MODE,6,2)", 3), ("hwreg(HW_REG_MODE,4,4)", 15),
+}  # fmt: skip
+"""To nearest; subnormals are kept."""
+
+
 def _mode(one: Instruction) -> Run:
-    """Of the modes, saturating conversions are modelled, and subnormals that are kept, as they are from the start."""
+    """Of the modes, saturating conversions are modelled; rounding and subnormals stay as they are at the start."""
     where, value = one.operands[0].text.replace(" ", ""), int(one.operands[1].value)
     if where == "hwreg(HW_REG_MODE,23,1)":
 
@@ -99,7 +106,7 @@ def _mode(one: Instruction) -> Run:
             waves.saturates = bool(value)
 
         return saturate
-    if (where, value) in (("hwreg(HW_REG_MODE,4,2)", 3), ("hwreg(HW_REG_MODE,4,4)", 15)):
+    if (where, value) in _INITIAL:
         return lambda waves: None
     raise UnknownInstruction(one.text)
 

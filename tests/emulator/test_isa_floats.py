@@ -106,7 +106,10 @@ def test_a_fused_sum_is_not_rounded_twice() -> None:
     """Halfway between two float32 in float64, by what the product's last digits leave of it."""
     a, b = 1 + 2.0**-12, 1 + 2.0**-12  # 1 + 2**-11 + 2**-24: halfway
     for c in (2.0**-60, -(2.0**-60), 0.0, 2.0**-149):
-        same(run("v_fma_f32", [[a] * 64, [b] * 64, [c] * 64], "f"), [rounded(Fraction(a) * Fraction(b) + Fraction(c))] * 64)
+        same(
+            run("v_fma_f32", [[a] * 64, [b] * 64, [c] * 64], "f"),
+            [rounded(Fraction(a) * Fraction(b) + Fraction(c))] * 64,
+        )
 
 
 @pytest.mark.parametrize(("name", "order"), [
@@ -120,7 +123,10 @@ def test_constants_within(name: str, order: tuple[int, int, int]) -> None:
     operands = f"v0, v2, {constant}" if "ak" in name else f"v0, {constant}, v2"
     found = execute(wave(held), f"{name} v9, {operands}")
     k = Fraction(number(0x40490FDB))
-    wanted = [Fraction(x) * Fraction(y) + k if "ak" in name else Fraction(x) * k + Fraction(y) for x, y in zip(a, b, strict=True)]
+    wanted = [
+        Fraction(x) * Fraction(y) + k if "ak" in name else Fraction(x) * k + Fraction(y)
+        for x, y in zip(a, b, strict=True)
+    ]
     same([number(value) for value in vector(found, 9)], [rounded(value) for value in wanted])
 
 
@@ -131,7 +137,9 @@ def test_accumulates(name: str, kind: str) -> None:
     found = execute(wave(held), f"{name}_e32 {name_of(4, kind)}, {name_of(0, kind)}, {name_of(2, kind)}")
     got = pair(found, 4) if kind == "d" else vector(found, 4)
     wanted = [rounded(Fraction(x) * Fraction(y) + Fraction(z), kind) for x, y, z in zip(a, b, c, strict=True)]
-    assert all(abs(number(g, kind) - w) <= (math.ulp(w) if kind == "d" else 0) for g, w in zip(got, wanted, strict=True))
+    assert all(
+        abs(number(g, kind) - w) <= (math.ulp(w) if kind == "d" else 0) for g, w in zip(got, wanted, strict=True)
+    )
 
 
 NOT_A_NUMBER: dict[str, tuple[tuple[float, ...], float]] = {
@@ -166,7 +174,9 @@ def test_transcendental(name: str) -> None:
         assert abs(got - wanted) <= max(abs(wanted), 0.01) * 2.0 ** (-52 if kind == "d" else -23), value
 
 
-@pytest.mark.parametrize(("name", "value"), [("rcp", 2.0**-130), ("rcp", 2.0**127.5), ("exp", -140.0), ("rsq", 2.0**-140)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("rcp", 2.0**-130), ("rcp", 2.0**127.5), ("exp", -140.0), ("rsq", 2.0**-140)]
+)
 def test_subnormals_are_zeros_there(name: str, value: float) -> None:
     wanted = INF if value < 1 and name != "exp" else 0.0
     same(run(f"v_{name}_f32", [[number(bits(value))] * 64], "f"), [wanted] * 64)
@@ -217,7 +227,9 @@ def test_a_quotient_by_amds_recipe(kind: str) -> None:
     found = execute(wave(held), *(line.format(s=size, **names) for line in lines))
     got = [number(value, kind) for value in (pair(found, 20) if kind == "d" else vector(found, 20))]
     wanted = [rounded(Fraction(a) / Fraction(b), kind) for a, b in pairs]
-    assert all(abs(g - w) <= math.ulp(w) * (kind == "d") if abs(w) < INF else g == w for g, w in zip(got, wanted, strict=True))
+    assert all(
+        abs(g - w) <= math.ulp(w) * (kind == "d") if abs(w) < INF else g == w for g, w in zip(got, wanted, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("d", "n", "wanted"), [
@@ -277,12 +289,17 @@ def test_modifiers() -> None:
     for line, function in cases.items():
         wanted = [rounded(function(Fraction(x), Fraction(y))) for x, y in zip(a, b, strict=True)]
         got = [number(value) for value in vector(execute(wave(held), line), 9)]
-        assert all(abs(g - w) <= math.ulp(w) * 2.0**29 * ("mul" in line or "div" in line) for g, w in zip(got, wanted, strict=True))
+        assert all(
+            abs(g - w) <= math.ulp(w) * 2.0**29 * ("mul" in line or "div" in line)
+            for g, w in zip(got, wanted, strict=True)
+        )
 
 
 def test_constants_of_each_width() -> None:
     """0.5 is a float of the instruction's width; a literal of float64 is its upper half."""
-    got = execute(wave({0: [0] * 64, 1: [0] * 64}), "v_add_f64 v[2:3], v[0:1], 0.5", "v_add_f64 v[4:5], v[0:1], 0x40240000")
+    got = execute(
+        wave({0: [0] * 64, 1: [0] * 64}), "v_add_f64 v[2:3], v[0:1], 0.5", "v_add_f64 v[4:5], v[0:1], 0x40240000"
+    )
     assert number(pair(got, 2)[0], "d") == 0.5
     assert number(pair(got, 4)[0], "d") == 10.0
     assert vector(execute(wave({0: [0] * 64}), "v_add_f16 v2, v0, 1.0"), 2)[0] == 0x3C00
@@ -306,7 +323,9 @@ def test_pairs_of_words(name: str) -> None:
     found = execute(wave(held), line.replace(", 1", ",1").replace(", 0", ",0"))
     for register, chosen in ((20, first), (21, second)):
         lanes = zip(*(given[k][chosen[k]] for k in range(count)), strict=True)
-        wanted = [rounded(function(*(Fraction(-v if m else v) for v, m in zip(lane, minus, strict=True)))) for lane in lanes]
+        wanted = [
+            rounded(function(*(Fraction(-v if m else v) for v, m in zip(lane, minus, strict=True)))) for lane in lanes
+        ]
         same([number(value) for value in vector(found, register)], wanted)
 
 

@@ -25,7 +25,7 @@ def _signed_field(value: int, offset: int, width: int) -> int:
 
 
 def _perm(a: int, b: int, select: int) -> int:
-    source = (b.to_bytes(4, "little") + a.to_bytes(4, "little"))
+    source = b.to_bytes(4, "little") + a.to_bytes(4, "little")
     chosen = []
     for code in select.to_bytes(4, "little"):
         if code >= 13:
@@ -102,7 +102,11 @@ def test_words(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["accvgpr_read_b32", "accvgpr_write_b32", "accvgpr_mov_b32"])
 def test_accumulators(name: str) -> None:
-    to, source = {"accvgpr_read_b32": ("v9", "a3"), "accvgpr_write_b32": ("a9", "v3"), "accvgpr_mov_b32": ("a9", "a3")}[name]
+    to, source = {
+        "accvgpr_read_b32": ("v9", "a3"),
+        "accvgpr_write_b32": ("a9", "v3"),
+        "accvgpr_mov_b32": ("a9", "a3"),
+    }[name]
     given = words(0)
     found = execute(wave({259 if source == "a3" else 3: given}), f"v_{name} {to}, {source}")
     assert vector(found, 265 if to == "a9" else 9) == given
@@ -162,14 +166,19 @@ def test_comparisons(relation: str, kind: str) -> None:
     """Among others v_cmp_eq_u16 to v_cmp_ge_i64; lanes that are off give 0."""
     width = int(kind[1:])
     a = longs(3) if width == 64 else words(3)
-    b = [value if lane % 3 == 0 else other for lane, (value, other) in enumerate(zip(a, longs(4) if width == 64 else words(4), strict=True))]
+    b = [
+        value if lane % 3 == 0 else other
+        for lane, (value, other) in enumerate(zip(a, longs(4) if width == 64 else words(4), strict=True))
+    ]
     registers = {**split(a, 0), **split(b, 2)} if width == 64 else {0: a, 2: b}
     left, right = ("v[0:1]", "v[2:3]") if width == 64 else ("v0", "v2")
     on = 0xFFFF0000_FFFFFFF7
     found = execute(wave(registers, on=on), f"v_cmp_{relation}_{kind}_e64 s[4:5], {left}, {right}")
     mask = (1 << width) - 1
     number: Any = (lambda value: signed(value, width)) if kind[0] == "i" else (lambda value: value & mask)
-    wanted = sum(RELATIONS[relation](number(x), number(y)) << lane for lane, (x, y) in enumerate(zip(a, b, strict=True)))
+    wanted = sum(
+        RELATIONS[relation](number(x), number(y)) << lane for lane, (x, y) in enumerate(zip(a, b, strict=True))
+    )
     assert scalar(found, 4) | scalar(found, 5) << 32 == wanted & on
 
 
@@ -178,7 +187,9 @@ def test_cndmask() -> None:
     found = execute(wave({0: a, 1: b}, vcc=mask), "v_cndmask_b32_e32 v9, v0, v1, vcc")
     assert vector(found, 9) == [y if mask >> lane & 1 else x for lane, (x, y) in enumerate(zip(a, b, strict=True))]
     found = execute(wave({0: a, 1: b}, vcc=mask), "v_cndmask_b32_e64 v9, -v0, |v1|, vcc")
-    wanted = [y & 0x7FFFFFFF if mask >> lane & 1 else x ^ 0x80000000 for lane, (x, y) in enumerate(zip(a, b, strict=True))]
+    wanted = [
+        y & 0x7FFFFFFF if mask >> lane & 1 else x ^ 0x80000000 for lane, (x, y) in enumerate(zip(a, b, strict=True))
+    ]
     assert vector(found, 9) == wanted
 
 
@@ -198,7 +209,9 @@ def test_bitop3(table: int, width: int) -> None:
 def test_mbcnt_counts_the_lanes_before() -> None:
     """v_mbcnt_lo_u32_b32 and v_mbcnt_hi_u32_b32: a mask's bits below the own lane, of either half."""
     mask = 0x8000_0001_F00F_1235
-    found = execute(wave({}, {0: mask, 1: mask >> 32}), "v_mbcnt_lo_u32_b32 v1, s0, 0", "v_mbcnt_hi_u32_b32 v1, s1, v1")
+    found = execute(
+        wave({}, {0: mask, 1: mask >> 32}), "v_mbcnt_lo_u32_b32 v1, s0, 0", "v_mbcnt_hi_u32_b32 v1, s1, v1"
+    )
     assert vector(found, 1) == [(mask & (1 << lane) - 1).bit_count() for lane in range(64)]
 
 
