@@ -34,7 +34,7 @@ def rounded(value: Fraction, kind: str = "f") -> float:
     found = Fraction(round(value / Fraction(2) ** exponent)) * Fraction(2) ** exponent  # Python rounds ties to even
     if abs(found) >= Fraction(2) ** (most + 1):
         return INF if value > 0 else -INF
-    return float(found)
+    return math.copysign(float(found), value)
 
 
 def floats(seed: int, kind: str = "f", count: int = 64) -> list[float]:
