@@ -12,7 +12,7 @@ from .device_memory import DeviceMemory
 from .machine import assemble
 from .shared_memory import Shared
 from .waits import Counters
-from .waves import U32, U64, Waves
+from .waves import POISON, U32, U64, Waves
 
 REGISTERS = 300
 """Of which those from 256 on are accumulators."""
@@ -20,6 +20,8 @@ ALL = (1 << 64) - 1
 SPECIAL = (0, 1, 2, 3, 7, 15, 16, 31, 32, 33, 63, 64, 127, 128, 255, 256, 32767, 32768, 65535, 65536, 0x7FFFFFFF)
 WORDS = sorted({value & 0xFFFFFFFF for number in SPECIAL for value in (number, -number, ~number + 2)} | {0x12345678})
 """Where integers go wrong."""
+POISON_NAMES = {"v": POISON, "s": 0xDEADBEEF}
+"""What a register of each kind holds before it is written."""
 
 
 def words(seed: int, count: int = 64) -> list[int]:
