@@ -99,6 +99,11 @@ class Emulation:
         terminalreporter.write_line(
             f"emulated {self.emulator.chip}: {len(executed)} launches of {len(kernels)} kernels, {count} instructions"
         )
+        undecided = sorted({one.kernel for one in executed if one.undecided})
+        if undecided:
+            terminalreporter.write_line(
+                f"two waves wrote different values to one place of LDS: {', '.join(undecided)}"
+            )
 
 
 def _spread(items: list[pytest.Item], most: int | None) -> list[pytest.Item]:

@@ -39,6 +39,8 @@ class Executed:
     threads: int
     instructions: int
     """That all waves executed."""
+    undecided: int = 0
+    """See `Shared.undecided`."""
 
 
 @dataclass
@@ -90,7 +92,7 @@ class Emulator:
             fault.where = f"{kernel} of {call.grid} workgroups of {threads} threads on {self.chip}"
             raise
         tensors.take_back(memory)
-        self.executed.append(Executed(kernel, call.grid, threads, count))
+        self.executed.append(Executed(kernel, call.grid, threads, count, program.undecided))
 
     def _memory(self, tensors: _Tensors, arguments: int) -> DeviceMemory:
         held = {**tensors.storages, ARGUMENTS: np.zeros(arguments + 64, np.uint8)}

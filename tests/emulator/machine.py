@@ -73,6 +73,8 @@ class Program:
 
     def __init__(self, text: str):
         self.listing: Listing = listing(text)
+        self.undecided = 0
+        """Of the last run: see `Shared.undecided`."""
         self.code = [assemble(one, self.listing.chip, self.listing.labels) for one in self.listing.instructions]
 
     def run(
@@ -95,6 +97,7 @@ class Program:
         Raises:
             Fault: the kernel does what it may not.
         """
+        self.undecided = 0
         order = order or Order()
         groups = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
         chance = random.Random(order.seed)
@@ -108,6 +111,7 @@ class Program:
                     self, groups[begin : begin + size], waves, memory, max(shared, self.listing.shared), number
                 )
                 done += batch.run(chance if order.alone else None)
+                self.undecided += batch.lds.undecided
             memory.finish()
         return done
 

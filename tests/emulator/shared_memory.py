@@ -1,8 +1,11 @@
 """LDS of the workgroups of a batch: what leaves it, and what two waves do to a byte between barriers, are faults.
 
 For every byte two numbers say which waves of its workgroup have written and read it since the last barrier. A wave may
-read what it has written itself, and write what is there already (a value that several waves hold). What a load
-is about to put there ("buffer_load … lds") may not be touched before it is waited for.
+read what it has written itself, and write what is there already (a value that several waves hold). What a load is
+about to put there ("buffer_load … lds") may not be touched before it is waited for.
+
+Two waves that write different values are counted and no fault: of a sum that lanes of both hold, each may have rounded
+another product (a fused product and sum, where the lanes' order differs), and which stays is undecided on a chip.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ class Shared:
         self.wrote = np.zeros(groups * self._room, np.uint16)
         self.read = np.zeros(groups * self._room, np.uint16)
         self.coming = np.zeros(groups * self._room, bool)
+        self.undecided = 0
+        """Stores of another value to where another wave has stored since the last barrier: either may stay."""
         self._flights = 0
         self._touched = False
 
@@ -80,8 +85,11 @@ class Shared:
     def _write(self, place: int, at: Index, data: NDArray[np.uint8], flight: Flight | None) -> None:
         own = np.uint16(1 << place)
         foreign = (self.wrote[at] | self.read[at]) & ~own
-        if foreign.any() and ((foreign != 0) & (self.bytes[at] != data)).any():
-            raise Fault(f"wave {place} writes LDS that another wave used, with no barrier between")
+        if foreign.any():
+            changed = self.bytes[at] != data
+            if (changed & (self.read[at] & ~own != 0)).any():
+                raise Fault(f"wave {place} writes LDS that another wave read, with no barrier between")
+            self.undecided += int((changed & (self.wrote[at] & ~own != 0)).any(1).sum())
         self.bytes[at] = data
         self.wrote[at] |= own
         self._touched = True

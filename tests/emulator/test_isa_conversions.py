@@ -92,11 +92,15 @@ def test_scales_are_powers_of_two() -> None:
     fours = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     for byte, modifier in enumerate(("", " op_sel:[1,0,0]", " op_sel:[0,1,0]", " op_sel:[1,1,0]")):
         codes = [(lane & 15 | (lane * 7 & 15) << 4) << 8 * byte for lane in range(64)]
-        found = execute(wave({0: codes, 1: [bits(2.0)] * 64}), f"v_cvt_scalef32_pk_f32_fp4 v[4:5], v0, v1{modifier}", chip="gfx950")
+        found = execute(
+            wave({0: codes, 1: [bits(2.0)] * 64}), f"v_cvt_scalef32_pk_f32_fp4 v[4:5], v0, v1{modifier}", chip="gfx950"
+        )
         for lane in range(64):
             for register, code in ((4, lane & 15), (5, lane * 7 & 15)):
                 assert number(vector(found, register)[lane]) == (-2 if code & 8 else 2) * fours[code & 7]
-        small = execute(wave({0: codes, 1: [bits(2.0)] * 64}), f"v_cvt_scalef32_pk_bf16_fp4 v4, v0, v1{modifier}", chip="gfx950")
+        small = execute(
+            wave({0: codes, 1: [bits(2.0)] * 64}), f"v_cvt_scalef32_pk_bf16_fp4 v4, v0, v1{modifier}", chip="gfx950"
+        )
         assert number((vector(small, 4)[5] & 0xFFFF) << 16) == 6.0
 
 
@@ -104,7 +108,11 @@ def nearest_16(value: float, digits: int) -> int:
     """Return the bits of bfloat16 (8 digits) of a float32, ties to even."""
     word = bits(value)
     down, rest = word >> 16, word & 0xFFFF
-    return down + (rest > 0x8000 or (rest == 0x8000 and down & 1 == 1)) if digits == 8 else bits(rounded(Fraction(value), "e"), "e")
+    return (
+        down + (rest > 0x8000 or (rest == 0x8000 and down & 1 == 1))
+        if digits == 8
+        else bits(rounded(Fraction(value), "e"), "e")
+    )
 
 
 @pytest.mark.parametrize(("name", "digits"), [("v_cvt_pk_bf16_f32", 8), ("v_cvt_pk_f16_f32", 11)])
@@ -126,7 +134,11 @@ def test_towards_zero() -> None:
 
 
 def clipped(low: int, high: int) -> Callable[[float], int]:
-    return lambda value: 0 if value != value else min(max(math.trunc(value) if abs(value) < math.inf else int(math.copysign(1e30, value)), low), high)
+    return lambda value: (
+        0
+        if value != value
+        else min(max(math.trunc(value) if abs(value) < math.inf else int(math.copysign(1e30, value)), low), high)
+    )
 
 
 @pytest.mark.parametrize(("name", "kind", "wanted"), [

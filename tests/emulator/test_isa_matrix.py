@@ -43,7 +43,9 @@ def held(matrix: np.ndarray, kind: str, chip: str, at: int) -> tuple[dict[int, l
     for i in range(size):
         for k in range(depth):
             lane, element = size * (k // each) + i, k % each
-            registers[at + element * width // 32][lane] |= code(float(matrix[i, k]), kind, chip) << element * width % 32
+            registers[at + element * width // 32][lane] |= (
+                code(float(matrix[i, k]), kind, chip) << element * width % 32
+            )
     return registers, count
 
 

@@ -85,7 +85,9 @@ def test_two_lds_writes(name: str, unit: int) -> None:
     size = 8 if "64" in name[-3:] else 4
     values = {register: words(register) for register in (4, 5, 6, 7)}
     operands = "v4, v5" if size == 4 else "v[4:5], v[6:7]"
-    found = execute(wave({0: [8 * lane for lane in range(64)], **values}, lds=40000), f"{name} v0, {operands} offset1:65")
+    found = execute(
+        wave({0: [8 * lane for lane in range(64)], **values}, lds=40000), f"{name} v0, {operands} offset1:65"
+    )
     for lane in range(64):
         for part, offset in enumerate((0, 65)):
             wanted = sum(values[4 + part * size // 4 + k][lane] << 32 * k for k in range(size // 4))
@@ -156,7 +158,9 @@ def test_loads(name: str, kind: str) -> None:
 def test_offsets_may_be_negative() -> None:
     held = memory()
     base = held.address("x_ptr") + 64
-    found = execute(wave({0: [0] * 64}, {0: base, 1: base >> 32}, memory=held), "global_load_dword v1, v0, s[0:1] offset:-8")
+    found = execute(
+        wave({0: [0] * 64}, {0: base, 1: base >> 32}, memory=held), "global_load_dword v1, v0, s[0:1] offset:-8"
+    )
     assert vector(found, 1)[0] == number(BYTES, 56, 4)
 
 
@@ -171,9 +175,18 @@ def test_stores(name: str, kind: str) -> None:
     size, held = STORES[name], memory()
     base = held.address("out_ptr")
     values = {register: words(register) for register in (4, 5, 6, 7)}
-    state = wave({0: [16 * lane for lane in range(64)], **values}, {0: base, 1: base >> 32, 2: 4096, 3: 0}, on=ALL - 2, memory=held)
+    state = wave(
+        {0: [16 * lane for lane in range(64)], **values},
+        {0: base, 1: base >> 32, 2: 4096, 3: 0},
+        on=ALL - 2,
+        memory=held,
+    )
     source = "v4" if size <= 4 else f"v[4:{3 + size // 4}]"
-    line = f"global_store_{name} v0, {source}, s[0:1]" if kind == "global" else f"buffer_store_{name} {source}, v0, s[0:3], 0 offen"
+    line = (
+        f"global_store_{name} v0, {source}, s[0:1]"
+        if kind == "global"
+        else f"buffer_store_{name} {source}, v0, s[0:3], 0 offen"
+    )
     execute(state, line)
     for lane in range(64):
         whole = sum(values[4 + k][lane] << 32 * k for k in range(4)) >> 16 * ("hi" in name)
@@ -221,7 +234,11 @@ def test_loads_into_lds() -> None:
     """buffer_load_dwordx4 … lds: lane l to M0 + offset + 16 l, once it is waited for; zeros from beyond the buffer."""
     held = memory()
     base = held.address("x_ptr")
-    state = wave({0: [32 * lane for lane in range(63)] + [1 << 31]}, {0: base, 1: base >> 32, 2: 4096, 3: 0, M0: 1024}, memory=held)
+    state = wave(
+        {0: [32 * lane for lane in range(63)] + [1 << 31]},
+        {0: base, 1: base >> 32, 2: 4096, 3: 0, M0: 1024},
+        memory=held,
+    )
     found = execute(state, "buffer_load_dwordx4 v0, s[0:3], 0 offen lds")
     assert set(found.shared.bytes) == {0xCD}
     execute(found, "s_waitcnt vmcnt(0)")
@@ -264,6 +281,8 @@ def test_every_lane_counts() -> None:
     held = memory()
     base = held.address("out_ptr")
     state = wave({0: [0] * 64, 1: [1] * 64}, {0: base, 1: base >> 32}, memory=held)
-    found = execute(state, "global_atomic_add v2, v0, v1, s[0:1] glc", "global_atomic_add v0, v1, s[0:1]", chip="gfx90a")
+    found = execute(
+        state, "global_atomic_add v2, v0, v1, s[0:1] glc", "global_atomic_add v0, v1, s[0:1]", chip="gfx90a"
+    )
     assert sorted(vector(found, 2)) == list(range(64))
     assert held.tensor("out_ptr").view(np.uint32)[0] == 128

@@ -104,7 +104,7 @@ ONE: dict[str, tuple[int, Callable[[int], Result]]] = {
 @pytest.mark.parametrize("name", ONE)
 def test_one_operand(name: str) -> None:
     width, wanted = ONE[name]
-    for a in (WORDS if width == 32 else [0, *longs(3)]):
+    for a in WORDS if width == 32 else [0, *longs(3)]:
         found = execute(wave({}, {2: a, 3: a >> 32}), f"s_{name} s0, {'s[2:3]' if width == 64 else 's2'}")
         value, scc = wanted(a)
         assert scalar(found, 0) == value & M
@@ -198,4 +198,7 @@ def test_what_does_nothing(line: str) -> None:
 
 def test_control() -> None:
     """s_endpgm, s_barrier."""
-    assert [assemble(instruction(line), "gfx942", {})(wave()) for line in ("s_endpgm", "s_barrier")] == ["end", "barrier"]
+    assert [assemble(instruction(line), "gfx942", {})(wave()) for line in ("s_endpgm", "s_barrier")] == [
+        "end",
+        "barrier",
+    ]

@@ -32,7 +32,9 @@ amdhsa.kernels:
 """v0 is the thread, s2 the workgroup, s[0:1] the address of the arguments, of which there is one: that of `x_ptr`."""
 
 
-def run(body: str, *, groups: int = 1, threads: int = 64, weak: bool = False, chip: str = "gfx942", seed: int = 0) -> np.ndarray:
+def run(
+    body: str, *, groups: int = 1, threads: int = 64, weak: bool = False, chip: str = "gfx942", seed: int = 0
+) -> np.ndarray:
     """Run a kernel on `x_ptr`, 4 KiB that are 0, 1, 2, … as words of 32 bits; return them."""
     tensors = {"x_ptr": np.arange(1024, dtype=np.uint32).view(np.uint8), ARGUMENTS: np.zeros(128, np.uint8)}
     memory = WeakMemory(tensors, {}, chip) if weak else DeviceMemory(tensors, {})
@@ -84,7 +86,11 @@ def test_scalar_loads_overtake_each_other() -> None:
 WRITE = "	v_lshlrev_b32_e32 v1, 2, v0\n	ds_write_b32 v1, v0\n"
 WAIT, BARRIER = "	s_waitcnt lgkmcnt(0)\n", "	s_barrier\n"
 READ = "	v_xor_b32_e32 v1, 0x100, v1\n	ds_read_b32 v2, v1\n" + WAIT
-STORE = "	s_load_dwordx2 s[4:5], s[0:1], 0x0\n" + WAIT + "	v_lshlrev_b32_e32 v3, 2, v0\n	global_store_dword v3, v2, s[4:5]\n"
+STORE = (
+    "	s_load_dwordx2 s[4:5], s[0:1], 0x0\n"
+    + WAIT
+    + "	v_lshlrev_b32_e32 v3, 2, v0\n	global_store_dword v3, v2, s[4:5]\n"
+)
 
 
 def test_lds_between_waves() -> None:
@@ -169,10 +175,19 @@ def test_parts_that_are_not_there_yet(published: str, fresh: str) -> None:
 
 def test_one_cache_needs_no_write_back() -> None:
     kernel = COUNT.replace("sc0", "glc")
-    found = run(kernel.format(published="s_waitcnt vmcnt(0)", fresh="buffer_wbinvl1_vol"), groups=4, weak=True, chip="gfx90a")
+    found = run(
+        kernel.format(published="s_waitcnt vmcnt(0)", fresh="buffer_wbinvl1_vol"), groups=4, weak=True, chip="gfx90a"
+    )
     assert list(found[64:68]) == [77, 81, 85, 89]
     found = run(kernel.format(published="s_waitcnt vmcnt(0)", fresh=""), groups=4, weak=True, chip="gfx90a")
     assert list(found[64:68]) != [77, 81, 85, 89]
+
+
+def test_different_values_of_two_waves_are_counted() -> None:
+    body = "	v_mov_b32_e32 v1, 0\n	ds_write_b32 v1, v0\n"
+    program = Program(KERNEL.format(chip="gfx942", body=body))
+    program.run((1, 1, 1), 128, DeviceMemory({ARGUMENTS: np.zeros(128, np.uint8)}, {}), 1024)
+    assert program.undecided == 64
 
 
 DIVERGE = """
@@ -215,7 +230,9 @@ def test_registers_that_nobody_wrote_show(register: str) -> None:
 
 
 def test_a_listing() -> None:
-    found = listing(KERNEL.format(chip="gfx950", body="	v_add_f32_e64 v1, -|v2|, s[4:5] ; a comment\n.LBB0_1:\n	s_nop 0"))
+    found = listing(
+        KERNEL.format(chip="gfx950", body="	v_add_f32_e64 v1, -|v2|, s[4:5] ; a comment\n.LBB0_1:\n	s_nop 0")
+    )
     assert (found.chip, found.shared, found.arguments_size, found.user_scalars) == ("gfx950", 1024, 8, 2)
     assert found.labels == {"k": 0, ".LBB0_1": 1}
     add, _, end = found.instructions
