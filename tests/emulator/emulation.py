@@ -45,10 +45,10 @@ class Emulation:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Keep what is marked `gpu`, of each test as many forms as are wanted."""
+        """Keep what is marked `gpu` or runs where kernels do (`device`), of each test as many forms as are wanted."""
         forms: dict[str, list[pytest.Item]] = defaultdict(list)
         for item in items:
-            if item.get_closest_marker("gpu"):
+            if item.get_closest_marker("gpu") or "device" in getattr(item, "fixturenames", ()):
                 forms[item.nodeid.split("[")[0]].append(item)
         most = config.getoption("--emulate-sample")
         chosen = {item for group in forms.values() for item in _spread(group, most)}
