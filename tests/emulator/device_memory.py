@@ -118,12 +118,14 @@ class WeakMemory(DeviceMemory):
     def __init__(self, tensors: Mapping[str, Bytes], alignment: Mapping[str, int], chip: str):
         super().__init__(tensors, alignment)
         self._writes_through = chip == "gfx90a"
-        self._before = self.bytes.copy()
+        self._before: Bytes | None = None
         self._caches: dict[int, _Cache] = {}
         self._flying: dict[tuple[int, int], list[tuple[NDArray[np.int64], Bytes, list[bool]]]] = {}
 
     def _cache(self, waves: Waves) -> _Cache:
         number = waves.die if self._writes_through else waves.die % self.DIES
+        if self._before is None:  # at the first access of the grid
+            self._before = self.bytes.copy()
         if number not in self._caches:
             self._caches[number] = _Cache(self._before)
         return self._caches[number]

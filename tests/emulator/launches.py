@@ -7,7 +7,7 @@ import gc
 import importlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,8 @@ class Emulator:
     weak: bool = False
     change: Change = lambda text: text
     seed: int = 0
+    record: Callable[[Recorded], None] | None = None
+    """Told of every launch that was run."""
     executed: list[Executed] = field(default_factory=list)
     programs: dict[str, Program] = field(default_factory=dict)
 
@@ -85,6 +87,7 @@ class Emulator:
         tensors = _Tensors(call.arguments)
         memory = self._memory(tensors, program.listing.arguments_size)
         tensors.write(memory, program, call.grid, threads)
+        kept = tensors.copies() if self.record is not None and not tensors.has_tables else None
         kernel = call.metadata.name.strip("_").removesuffix("_kernel")
         try:
             count = program.run(call.grid, threads, memory, call.metadata.shared, Order(self.seed, alone=self.weak))
@@ -92,6 +95,9 @@ class Emulator:
             fault.where = f"{kernel} of {call.grid} workgroups of {threads} threads on {self.chip}"
             raise
         tensors.take_back(memory)
+        if self.record is not None and kept is not None:
+            after = {name: storage.copy() for name, storage in tensors.storages.items()}
+            self.record(Recorded(kernel, replace(call, arguments=kept), after))
         self.executed.append(Executed(kernel, call.grid, threads, count, program.undecided))
 
     def _memory(self, tensors: _Tensors, arguments: int) -> DeviceMemory:
@@ -111,6 +117,22 @@ class Call:
     grid: tuple[int, int, int]
     arguments: Sequence[tuple[str, str, Any]]
     """Name, type and value of what is no constant."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A launch that was run: with copies of its tensors as they were before, and what they held after."""
+
+    kernel: str
+    call: Call
+    after: dict[str, Bytes]
+
+    def again(self, emulator: Emulator) -> dict[str, Bytes]:
+        """Run it once more from the same tensors; return what they hold then."""
+        tensors = _Tensors(self.call.arguments)
+        arguments = tensors.copies()
+        emulator.run(replace(self.call, arguments=arguments))
+        return {name: storage.copy() for name, storage in _Tensors(arguments).storages.items()}
 
 
 class EmulatedDriver(Driver):
@@ -188,6 +210,25 @@ class _Tensors:
             self._take(f"{name}[{number}]", tensor)
         self._tables.append(table)
 
+    @property
+    def has_tables(self) -> bool:
+        """Whether an argument holds addresses."""
+        return bool(self._tables)
+
+    def copies(self) -> list[tuple[str, str, Any]]:
+        """Return the arguments with tensors in storages of their own, which share what these share."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        found = []
+        for name, kind, value in self._arguments:
+            if kind.startswith("*"):
+                storage = value.untyped_storage()
+                own = storages.setdefault(storage.data_ptr(), storage.clone())
+                value = torch.empty(0, dtype=value.dtype).set_(
+                    own, value.storage_offset(), value.shape, value.stride()
+                )
+            found.append((name, kind, value))
+        return found
+
     def _address(self, memory: DeviceMemory, tensor_at: int, begin: int) -> int:
         return memory.address(self._names[begin]) + tensor_at - begin
 
@@ -232,7 +273,11 @@ def _at(addresses: set[int]) -> Iterator[torch.Tensor]:
     """Yield a living tensor for each address at which one begins."""
     found: dict[int, torch.Tensor] = {}
     for one in gc.get_objects():
-        if issubclass(type(one), torch.Tensor) and one.device.type == "cpu" and one.layout == torch.strided:
+        if (
+            type(one) in (torch.Tensor, torch.nn.Parameter)
+            and one.device.type == "cpu"
+            and one.layout == torch.strided
+        ):
             at = one.data_ptr()
             if at in addresses:
                 found.setdefault(at, one)

@@ -75,6 +75,8 @@ class Program:
         self.listing: Listing = listing(text)
         self.undecided = 0
         """Of the last run: see `Shared.undecided`."""
+        self.reached: set[int] | None = None
+        """Numbers of the instructions that were executed, for whoever sets it."""
         self.code = [assemble(one, self.listing.chip, self.listing.labels) for one in self.listing.instructions]
 
     def run(
@@ -186,7 +188,7 @@ class _Batch:
     def _step(self, gang: Waves, ahead: set[int]) -> tuple[Any, int]:
         """Run a gang until it parts, meets another (`ahead`), is at a barrier or at the end."""
         code, instructions, begun = self.program.code, self.program.listing.instructions, gang.pc
-        pc, count, result = gang.pc, 0, None
+        pc, count, result, reached = gang.pc, 0, None, self.program.reached
         try:
             while True:
                 gang.pc = pc + 1
@@ -199,6 +201,8 @@ class _Batch:
                     raise Fault("it uses a register before the load into it is waited for")
                 result = code[pc](gang)
                 count += 1
+                if reached is not None:
+                    reached.add(pc)
                 pc += 1
                 if result is not None:
                     if not isinstance(result, tuple):

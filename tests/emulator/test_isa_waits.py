@@ -39,8 +39,6 @@ def run(
     tensors = {"x_ptr": np.arange(1024, dtype=np.uint32).view(np.uint8), ARGUMENTS: np.zeros(128, np.uint8)}
     memory = WeakMemory(tensors, {}, chip) if weak else DeviceMemory(tensors, {})
     memory.tensor(ARGUMENTS).view(np.uint64)[0] = memory.address("x_ptr")
-    if weak:
-        memory = WeakMemory({**tensors, ARGUMENTS: memory.tensor(ARGUMENTS).copy()}, {}, chip)
     program = Program(KERNEL.format(chip=chip, body=body))
     program.run((groups, 1, 1), threads, memory, 1024, Order(seed, alone=weak))
     return memory.tensor("x_ptr").view(np.uint32)
