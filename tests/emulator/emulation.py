@@ -86,6 +86,7 @@ class Emulation:
             line = {
                 "chip": self.emulator.chip, "test": item.nodeid, "outcome": report.outcome, "why": why,
                 "seconds": round(report.duration, 1), "kernels": sorted({one.kernel for one in launched}),
+                "counting": sorted({one.kernel for one in launched if one.counts}),
                 "instructions": sum(one.instructions for one in launched),
             }  # fmt: skip
             with path.open("a", encoding="utf-8") as file:

@@ -41,6 +41,8 @@ class Executed:
     """That all waves executed."""
     undecided: int = 0
     """See `Shared.undecided`."""
+    counts: bool = False
+    """Whether its programs count themselves."""
 
 
 @dataclass
@@ -98,7 +100,7 @@ class Emulator:
         if self.record is not None and kept is not None:
             after = {name: storage.copy() for name, storage in tensors.storages.items()}
             self.record(Recorded(kernel, replace(call, arguments=kept), after))
-        self.executed.append(Executed(kernel, call.grid, threads, count, program.undecided))
+        self.executed.append(Executed(kernel, call.grid, threads, count, program.undecided, "_atomic_" in call.text))
 
     def _memory(self, tensors: _Tensors, arguments: int) -> DeviceMemory:
         held = {**tensors.storages, ARGUMENTS: np.zeros(arguments + 64, np.uint8)}
@@ -223,7 +225,7 @@ class _Tensors:
             if kind.startswith("*"):
                 storage = value.untyped_storage()
                 own = storages.setdefault(storage.data_ptr(), storage.clone())
-                value = torch.empty(0, dtype=value.dtype).set_(
+                value = torch.zeros(0, dtype=value.dtype).set_(
                     own, value.storage_offset(), value.shape, value.stride()
                 )
             found.append((name, kind, value))
