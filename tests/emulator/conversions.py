@@ -10,7 +10,7 @@ import numpy as np
 
 from .assembly_text import Instruction
 from .float_alu import exponent
-from .integer_alu import low, signed
+from .integer_alu import low, short, signed
 from .operands import floating, half, source, vector, writer
 from .small_floats import FP4, Format, bfloat16_bits, float16_bits, from_bfloat16
 from .waves import U32, U64, Waves
@@ -68,7 +68,7 @@ _PLAIN: tuple[tuple[str, Callable[[re.Match[str]], Callable[[Any], Any]], bool],
     (r"cvt_(?P<to>f64)_(?P<from>i32)", lambda m: lambda x: signed(x).astype(F64), True),
     (r"cvt_(?P<to>f64)_(?P<from>u32)", lambda m: lambda x: np.asarray(x).astype(F64), True),
     (r"cvt_(?P<to>f16)_(?P<from>u16)", lambda m: lambda x: float16_bits(x & U32(0xFFFF)), False),
-    (r"cvt_(?P<to>f16)_(?P<from>i16)", lambda m: lambda x: float16_bits((x & U32(0xFFFF)).astype(np.uint16).view(np.int16)), False),
+    (r"cvt_(?P<to>f16)_(?P<from>i16)", lambda m: lambda x: float16_bits(short(x)), False),
     (r"cvt_(?P<to>[iu](?P<bits>32))_(?P<from>f32|f64)", _integer_of, False),
     (r"cvt_(?P<to>[iu](?P<bits>16))_(?P<from>f16)", _integer_of, False),
     (r"cvt_(?P<to>f32)_(?P<from>ubyte)(?P<byte>\d)", _byte_of, False),

@@ -110,7 +110,7 @@ def _pattern(one: Instruction) -> int:
 
 
 def swap(one: Instruction) -> Callable[[Waves], None]:
-    """`v_permlane32_swap_b32` and `v_permlane16_swap_b32`: the upper half of the first against the lower of the other."""
+    """`v_permlane32_swap_b32` and `v_permlane16_swap_b32`: upper lanes of one against lower of the other."""
     first, second = one.operands[0].number, one.operands[1].number
     lower = LANE[LANE % 64 < 32] if "permlane32" in one.name else LANE[LANE % 32 < 16]
     upper = lower + (32 if "permlane32" in one.name else 16)

@@ -61,8 +61,8 @@ class DeviceMemory:
         near = int(gaps.argmin())
         behind = "behind the end" if at >= self._begin[near] else "before the beginning"
         return (
-            f"a {what} of {size} bytes at {BASE + at:#x} by {lanes} lanes, the first {int(gaps[near])} bytes {behind} of "
-            f"{self.names[near]} ({int(self._end[near] - self._begin[near])} bytes)"
+            f"a {what} of {size} bytes at {BASE + at:#x} by {lanes} lanes, the first {int(gaps[near])} bytes {behind} "
+            f"of {self.names[near]} ({int(self._end[near] - self._begin[near])} bytes)"
         )
 
     def _gather(self, whole: Bytes, at: NDArray[np.int64], size: int) -> Bytes:

@@ -1,9 +1,9 @@
 """Plants faults in the assembly of kernels and says which are seen: `python -m tests.emulator.faults`.
 
-Tests are run on the emulator first, and a launch of each kernel is kept with all its tensors. Then one instruction that it
-executes is changed at a time, and the launch is run again. A fault is seen if the emulator refuses the kernel or a tensor
-differs by more than rounding. With `--weak` the waits, write-backs and invalidations of kernels that count themselves are
-taken out one at a time, and memory is the weakest that the chip may have.
+Tests are run on the emulator first, and a launch of each kernel is kept with all its tensors. Then one instruction
+that it executes is changed at a time, and the launch is run again. A fault is seen if the emulator refuses the kernel
+or a tensor differs by more than rounding. With `--weak` the waits, write-backs and invalidations of kernels that count
+themselves are taken out one at a time, and memory is the weakest that the chip may have.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ FAULTS: dict[str, Change] = {
         _replaced(r"row_half_mirror", "row_mirror"),
     ),
     "the wrong half of the wave": _either(
-        _replaced(r"v_permlane32_swap", "v_permlane16_swap"), _number(r"v_readlane_b32 s\d+, v\d+, (\d+)", lambda n: n ^ 32),
+        _replaced(r"v_permlane32_swap", "v_permlane16_swap"),
+        _number(r"v_readlane_b32 s\d+, v\d+, (\d+)", lambda n: n ^ 32),
         _replaced(r"ds_bpermute_b32 (v\d+), v\d+, (v\d+)", r"v_mov_b32_e32 \1, \2"),
         _replaced(r"v_mbcnt_hi_u32_b32", "v_mbcnt_lo_u32_b32"),
     ),
@@ -98,7 +99,9 @@ FAULTS: dict[str, Change] = {
     "another register": _replaced(r"v_mov_b32_e32 (v\d+), v(\d)$", r"v_mov_b32_e32 \1, v1\2"),
     "matrices of another place": _replaced(r"(v_mfma_\S+ \S+), (\S+), (\S+),", r"\1, \3, \2,"),
     "a loop's end": _either(_replaced("s_cmp_lt_", "s_cmp_le_"), _replaced("s_cmp_ge_", "s_cmp_gt_")),
-    "the other branch": _either(_replaced("s_cbranch_scc0", "s_cbranch_scc1"), _replaced("s_cbranch_vccnz", "s_cbranch_vccz")),
+    "the other branch": _either(
+        _replaced("s_cbranch_scc0", "s_cbranch_scc1"), _replaced("s_cbranch_vccnz", "s_cbranch_vccz")
+    ),
     "without saturation": _replaced(r"^\s*s_setreg_imm32_b32 hwreg\(HW_REG_MODE, 23, 1\), 1", "s_nop 0"),
     "bytes selected otherwise": _replaced(r"v_perm_b32 (v\d+), (\S+), (\S+),", r"v_perm_b32 \1, \3, \2,"),
     "the unchosen value": _replaced(r"v_cndmask_b32_e64 (v\d+), (\S+), (\S+),", r"v_cndmask_b32_e64 \1, \3, \2,"),

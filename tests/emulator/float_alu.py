@@ -166,7 +166,8 @@ def classes(a: Any, wanted: Any) -> Any:
     normal = np.isfinite(a) & (a != 0) & ~small
     found: Any = False
     tests = (np.isnan(a) & ~quiet, np.isnan(a) & quiet, np.isinf(a) & negative, normal & negative, small & negative,
-             (a == 0) & negative, (a == 0) & ~negative, small & ~negative, normal & ~negative, np.isinf(a) & ~negative)  # fmt: skip
+             (a == 0) & negative,
+             (a == 0) & ~negative, small & ~negative, normal & ~negative, np.isinf(a) & ~negative)  # fmt: skip
     for bit, test in enumerate(tests):
         found = found | test & (wanted >> np.uint32(bit) & np.uint32(1)).astype(bool)
     return found
@@ -174,7 +175,8 @@ def classes(a: Any, wanted: Any) -> Any:
 
 COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "f": lambda a, b: (a == b) & False, "lt": lambda a, b: a < b, "eq": lambda a, b: a == b, "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b, "lg": lambda a, b: (a < b) | (a > b), "ne": lambda a, b: a != b, "ge": lambda a, b: a >= b,
+    "gt": lambda a, b: a > b, "lg": lambda a, b: (a < b) | (a > b), "ne": lambda a, b: a != b,
+    "ge": lambda a, b: a >= b,
     "o": lambda a, b: (a == a) & (b == b), "u": lambda a, b: (a != a) | (b != b), "nge": lambda a, b: ~(a >= b),
     "nlg": lambda a, b: ~((a < b) | (a > b)), "ngt": lambda a, b: ~(a > b), "nle": lambda a, b: ~(a <= b),
     "neq": lambda a, b: ~(a == b), "nlt": lambda a, b: ~(a < b), "t": lambda a, b: (a == b) | True,

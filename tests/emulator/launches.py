@@ -164,11 +164,11 @@ class EmulatedDriver(Driver):
         """Return what launches a kernel."""
         text = _assembly(metadata)
 
-        def launch(x: int, y: int, z: int, stream: int, function: str, packed: Any, launched: Any, enter: Any, leave: Any,
-                   *values: Any) -> None:  # fmt: skip
-            kinds = source.signature.items()
+        def launch(*given: Any) -> None:
+            """Take the grid, six things that are a GPU's, and the arguments."""
+            kinds, values = source.signature.items(), given[9:]
             arguments = [(n, kind, v) for (n, kind), v in zip(kinds, values, strict=True) if kind != "constexpr"]
-            self.emulator.run(Call(text, metadata, (x, y, z), arguments))
+            self.emulator.run(Call(text, metadata, given[:3], arguments))
 
         return launch
 

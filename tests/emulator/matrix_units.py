@@ -88,8 +88,6 @@ def _matrix(elements: Any, size: int, depth: int, least: Any) -> Any:
 def _outputs(size: int, count: int) -> tuple[Any, Any]:
     """Return the row and column of each output, `[outputs, 64]`."""
     number = np.arange(count)[:, None]
-    if size == 16:
-        rows = 4 * (LANE // 16) + number
-    else:
-        rows = 8 * (number // 4) + 4 * (LANE // 32) + number % 4
+    low, high = 4 * (LANE // 16) + number, 8 * (number // 4) + 4 * (LANE // 32) + number % 4
+    rows = low if size == 16 else high
     return rows, np.broadcast_to(LANE % size, rows.shape)

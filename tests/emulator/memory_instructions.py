@@ -17,8 +17,9 @@ from .waves import U32, U64, Waves
 
 Run = Callable[[Waves], Any]
 _SIZES = {
-    "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "ushort": 2, "sshort": 2, "short": 2, "ubyte": 1, "sbyte": 1,
-    "byte": 1, "short_d16": 2, "short_d16_hi": 2, "ubyte_d16": 1, "ubyte_d16_hi": 1, "sbyte_d16": 1, "sbyte_d16_hi": 1,
+    "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "ushort": 2, "sshort": 2, "short": 2, "ubyte": 1, "sbyte":
+    1, "byte": 1, "short_d16": 2, "short_d16_hi": 2, "ubyte_d16": 1, "ubyte_d16_hi": 1, "sbyte_d16": 1,
+    "sbyte_d16_hi": 1,
     "byte_d16_hi": 1,
 }  # fmt: skip
 _NAME = re.compile(r"(global|buffer)_(load|store|atomic)_(lds_)?(\w+)")

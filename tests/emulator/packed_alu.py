@@ -1,4 +1,4 @@
-"""Vector instructions on pairs: two float32 in two registers, two numbers of 16 bits in one, and sums of both products."""
+"""Vector instructions on pairs: two float32 in two registers, two of 16 bits in one, sums of products."""
 
 from __future__ import annotations
 

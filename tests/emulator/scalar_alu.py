@@ -1,4 +1,4 @@
-"""Scalar instructions: arithmetic of one number for a wave, branches, waits (MI300 ISA, "SOP1" to "SOPP").
+"""Scalar instructions: arithmetic of one number for a wave (MI300 ISA, "SOP1" to "SOPK").
 
 All scalars are `[N]`, of 32 or 64 bits without a sign; SCC is `[N]` of bool.
 """
@@ -11,29 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from .assembly_text import EXEC, SCALAR_KEYS, VCC, Instruction
+from .assembly_text import EXEC, Instruction
 from .float_alu import COMPARE
 from .integer_alu import leading_zeros, ones, reversed_bits
 from .isa_errors import UnknownInstruction
 from .operands import scalar
-from .waits import Flight
+from .scalar_control import control, load
 from .waves import U32, U64, Waves
 
 Run = Callable[[Waves], Any]
 I32, I64 = np.int32, np.int64
-NOTHING = {
-    "nop", "setprio", "sleep", "dcache_inv", "icache_inv", "dcache_wb", "code_end", "sethalt", "clause", "set_gpr_idx_off",
-}  # fmt: skip
-"""What changes no number and no memory."""
 _LOGIC: dict[str, Callable[[Any, Any], Any]] = {
     "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "andn2": lambda a, b: a & ~b,
-    "orn2": lambda a, b: a | ~b, "nand": lambda a, b: ~(a & b), "nor": lambda a, b: ~(a | b), "xnor": lambda a, b: ~(a ^ b),
-}  # fmt: skip
-_BRANCHES: dict[str, Callable[[Waves], Any]] = {
-    "branch": lambda waves: np.ones(waves.count, bool),
-    "cbranch_scc0": lambda waves: ~waves.scc, "cbranch_scc1": lambda waves: waves.scc,
-    "cbranch_vccz": lambda waves: waves.pair(VCC) == 0, "cbranch_vccnz": lambda waves: waves.pair(VCC) != 0,
-    "cbranch_execz": lambda waves: waves.exec == 0, "cbranch_execnz": lambda waves: waves.exec != 0,
+    "orn2": lambda a, b: a | ~b, "nand": lambda a, b: ~(a & b), "nor": lambda a, b: ~(a | b),
+    "xnor": lambda a, b: ~(a ^ b),
 }  # fmt: skip
 
 
@@ -44,9 +35,7 @@ def scalar_instruction(one: Instruction, labels: dict[str, int]) -> Run:
         UnknownInstruction: nobody has said what it does.
     """
     name = one.name.removeprefix("s_")
-    if name in NOTHING:
-        return lambda waves: None
-    for find in (_control, _loads, _moves, _logic, _sums, _shifts, _fields, _comparisons, _others):
+    for find in (control, load, _moves, _logic, _sums, _shifts, _fields, _comparisons, _others):
         if (run := find(one, name, labels)) is not None:
             return run
     raise UnknownInstruction(one.text)
@@ -67,66 +56,6 @@ def signed(value: Any, width: int = 32) -> Any:
     """Return the bits as signed numbers of 64 bits."""
     value = np.asarray(value)
     return value.astype(U64).view(I64) if width == 64 else value.astype(U32).view(I32).astype(I64)
-
-
-def _control(one: Instruction, name: str, labels: dict[str, int]) -> Run | None:
-    if name == "waitcnt":
-        counts = {kind: int(count) for kind, count in one.modifiers.items()}
-        vector, local = counts.get("vmcnt"), counts.get("lgkmcnt")
-
-        def wait(waves: Waves) -> None:
-            waves.counters.wait(vector, local)
-
-        return wait
-    if name == "endpgm":
-        return lambda waves: "end"
-    if name == "barrier":
-        return lambda waves: "barrier"
-    if name == "setreg_imm32_b32":
-        return _mode(one)
-    if name in _BRANCHES:
-        target, test = labels[one.operands[0].text], _BRANCHES[name]
-        return lambda waves: (target, test(waves))
-    return None
-
-
-_INITIAL = {
-    ("hwreg(HW_REG_MODE,0,2)", 0), ("hwreg(HW_REG_MODE,2,2)", 0), ("hwreg(HW_REG_MODE,0,4)", 0),
-    ("hwreg(HW_REG_MODE,4,2)", 3), ("hwreg(HW_REG_MODE,6,2)", 3), ("hwreg(HW_REG_MODE,4,4)", 15),
-}  # fmt: skip
-"""To nearest; subnormals are kept."""
-
-
-def _mode(one: Instruction) -> Run:
-    """Of the modes, saturating conversions are modelled; rounding and subnormals stay as they are at the start."""
-    where, value = one.operands[0].text.replace(" ", ""), int(one.operands[1].value)
-    if where == "hwreg(HW_REG_MODE,23,1)":
-
-        def saturate(waves: Waves) -> None:
-            waves.saturates = bool(value)
-
-        return saturate
-    if (where, value) in _INITIAL:
-        return lambda waves: None
-    raise UnknownInstruction(one.text)
-
-
-def _loads(one: Instruction, name: str, labels: dict[str, int]) -> Run | None:
-    match = re.fullmatch(r"load_dword(?:x(\d+))?", name)
-    if match is None:
-        return None
-    count, to, base = int(match[1] or 1), one.operands[0].number, one.operands[1].number
-    offset, more = scalar(one.operands[2]), one.number("offset")
-    keys = frozenset(range(SCALAR_KEYS + to, SCALAR_KEYS + to + count))
-
-    def run(waves: Waves) -> None:
-        address = waves.pair(base) + np.asarray(offset(waves)).astype(U64) + U64(more) & ~U64(3)
-        words = waves.memory.load(address, 4 * count, waves).view(U32)
-        for word in range(count):
-            waves.put(to + word, words[:, word])
-        waves.counters.issue_local(Flight(keys, scalar=True))
-
-    return run
 
 
 def _moves(one: Instruction, name: str, labels: dict[str, int]) -> Run | None:
@@ -366,7 +295,8 @@ _UNARY: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "bcnt0_i32_b64": (_both_halves(lambda a, b: U32(64) - ones(a) - ones(b)), True),
     "abs_i32": (lambda a: np.abs(a.astype(U32).view(I32)).view(U32), True),
     "sext_i32_i8": (_sign(8), False), "sext_i32_i16": (_sign(16), False),
-    "ff1_i32_b32": (lambda a: leading_zeros(reversed_bits(a)), False), "ff1_i32_b64": (_both_halves(_last_of_two), False),
+    "ff1_i32_b32": (lambda a: leading_zeros(reversed_bits(a)), False),
+    "ff1_i32_b64": (_both_halves(_last_of_two), False),
     "flbit_i32_b32": (leading_zeros, False), "flbit_i32_b64": (_both_halves(_first_of_two), False),
 }  # fmt: skip
 """Of one operand: the function, and whether SCC says that the result is not zero."""

@@ -1,7 +1,8 @@
 """Floats of 16, 8 and 4 bits: which numbers they have, and rounding to them, to nearest with ties to even.
 
-MI300's 8-bit floats are "fnuz" (one zero, one NaN at 0x80, a bias of 8 or 16); MI350's those of the Open Compute Project
-(OFP8, revision 1.0), whose e5m2 is the upper half of a float16. FP4 is e2m1 of the OCP Microscaling specification.
+MI300's 8-bit floats are "fnuz" (one zero, one NaN at 0x80, a bias of 8 or 16); MI350's those of the Open Compute
+Project (OFP8, revision 1.0), whose e5m2 is the upper half of a float16. FP4 is e2m1 of the OCP Microscaling
+specification.
 """
 
 from __future__ import annotations

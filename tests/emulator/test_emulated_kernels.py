@@ -1,8 +1,8 @@
 """Every kernel, compiled for MI300, is executed by the emulator in a test of its own numbers.
 
-Which test that is stands in `results.SAMPLE`, made by `python -m tests.emulator.results --choose` of a whole run; which
-kernels there have to be says the catalogue. The tests are the kernels' own, for a GPU; the process believes to be on the
-chip.
+Which test that is stands in `results.SAMPLE`, made by `python -m tests.emulator.results --choose` of a whole run;
+which kernels there have to be says the catalogue. The tests are the kernels' own, for a GPU; the process believes to
+be on the chip.
 """
 
 from __future__ import annotations

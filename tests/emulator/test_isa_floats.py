@@ -144,8 +144,10 @@ def test_accumulates(name: str, kind: str) -> None:
 
 NOT_A_NUMBER: dict[str, tuple[tuple[float, ...], float]] = {
     "add": ((INF, -INF), NAN), "mul": ((0.0, INF), NAN), "max": ((NAN, 2.0), 2.0), "min": ((-3.0, NAN), -3.0),
-    "med3": ((NAN, 5.0, 2.0), 2.0), "fma": ((INF, 0.0, 1.0), NAN), "max3": ((NAN, 1.0, 2.0), 2.0), "sub": ((INF, 1.0), INF),
-    "fract": ((-0.25,), 0.75), "mul_legacy": ((0.0, INF), 0.0), "maximum3": ((NAN, 1.0, 2.0), NAN), "rcp": ((0.0,), INF),
+    "med3": ((NAN, 5.0, 2.0), 2.0), "fma": ((INF, 0.0, 1.0), NAN), "max3": ((NAN, 1.0, 2.0), 2.0),
+    "sub": ((INF, 1.0), INF),
+    "fract": ((-0.25,), 0.75), "mul_legacy": ((0.0, INF), 0.0), "maximum3": ((NAN, 1.0, 2.0), NAN),
+    "rcp": ((0.0,), INF),
 }  # fmt: skip
 
 
@@ -164,7 +166,7 @@ TRANSCENDENTAL: dict[str, Callable[[float], float]] = {
 
 @pytest.mark.parametrize("name", [f"{name}_f32" for name in TRANSCENDENTAL] + ["rcp_f64", "rsq_f64"])
 def test_transcendental(name: str) -> None:
-    """To the nearest but one: v_exp_f32, v_log_f32, v_rcp_f32, v_rcp_f64, v_rcp_iflag_f32, v_rsq_f32, v_rsq_f64, v_sqrt_f32."""
+    """v_exp_f32, v_log_f32, v_rcp_f32, v_rcp_f64, v_rcp_iflag_f32, v_rsq_f32, v_rsq_f64, v_sqrt_f32."""
     kind = "d" if name.endswith("64") else "f"
     function = TRANSCENDENTAL[name[:-4]]
     given = [abs(value) % 100 + 0.01 for value in floats(7, kind)]
@@ -200,11 +202,15 @@ def test_frexp() -> None:
     assert vector(found, 9) == [math.frexp(value)[1] & 0xFFFFFFFF for value in values]
 
 
+PLACES = {"n": 0, "d": 2, "ds": 4, "ns": 6, "r": 8, "e": 10, "q": 12, "t": 14, "out": 20}
+
+
 @pytest.mark.parametrize("kind", ["f", "d"])
 def test_a_quotient_by_amds_recipe(kind: str) -> None:
     """v_div_scale_f32, v_rcp_f32, v_fma_f32, v_div_fmas_f32 and v_div_fixup_f32: rounded once, of extreme numbers too.
 
-    And v_div_scale_f64, v_div_fmas_f64, v_div_fixup_f64. What quotients that are too large become AMD's text leaves open.
+    And v_div_scale_f64, v_div_fmas_f64, v_div_fixup_f64. What quotients that are too large become AMD's text leaves
+    open.
 
     The order is LLVM's (AMDGPULegalizerInfo, legalizeFDIV32 and legalizeFDIV64).
     """
@@ -215,9 +221,10 @@ def test_a_quotient_by_amds_recipe(kind: str) -> None:
     pairs = [(a, b) for a, b in product(numbers, numbers) if abs(rounded(Fraction(a) / Fraction(b), kind)) < INF]
     pairs += [(1.0, 1.0)] * (64 - len(pairs))
     n, d = [a for a, _ in pairs], [b for _, b in pairs]
-    names = {key: name_of(at, kind) for key, at in dict(n=0, d=2, ds=4, ns=6, r=8, e=10, q=12, t=14, out=20).items()}
+    names = {key: name_of(at, kind) for key, at in PLACES.items()}
     lines = [
-        "v_div_scale_f{s} {ds}, s[4:5], {d}, {d}, {n}", "v_div_scale_f{s} {ns}, vcc, {n}, {d}, {n}", "v_rcp_f{s} {r}, {ds}",
+        "v_div_scale_f{s} {ds}, s[4:5], {d}, {d}, {n}", "v_div_scale_f{s} {ns}, vcc, {n}, {d}, {n}",
+        "v_rcp_f{s} {r}, {ds}",
         "v_fma_f{s} {e}, -{ds}, {r}, 1.0", "v_fma_f{s} {r}, {e}, {r}, {r}", "v_fma_f{s} {e}, -{ds}, {r}, 1.0",
         "v_fma_f{s} {r}, {e}, {r}, {r}", "v_mul_f{s} {q}, {ns}, {r}", "v_fma_f{s} {t}, -{ds}, {q}, {ns}",
         "v_fma_f{s} {q}, {t}, {r}, {q}", "v_fma_f{s} {t}, -{ds}, {q}, {ns}", "v_div_fmas_f{s} {q}, {t}, {r}, {q}",
@@ -233,7 +240,8 @@ def test_a_quotient_by_amds_recipe(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("d", "n", "wanted"), [
-    (0.0, 0.0, NAN), (INF, INF, NAN), (0.0, -3.0, -INF), (-2.0, INF, -INF), (INF, 5.0, 0.0), (NAN, 1.0, NAN), (1.0, NAN, NAN),
+    (0.0, 0.0, NAN), (INF, INF, NAN), (0.0, -3.0, -INF), (-2.0, INF, -INF), (INF, 5.0, 0.0), (NAN, 1.0, NAN),
+    (1.0, NAN, NAN),
 ])  # fmt: skip
 def test_quotients_without_a_number(d: float, n: float, wanted: float) -> None:
     for kind in ("f", "d"):
@@ -245,7 +253,8 @@ FLOAT_RELATIONS: dict[str, Callable[[float, float], bool]] = {
     "lt": lambda a, b: a < b, "eq": lambda a, b: a == b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b,
     "lg": lambda a, b: a < b or a > b, "ge": lambda a, b: a >= b, "o": lambda a, b: a == a and b == b,
     "u": lambda a, b: a != a or b != b, "nge": lambda a, b: not a >= b, "nlg": lambda a, b: not (a < b or a > b),
-    "ngt": lambda a, b: not a > b, "nle": lambda a, b: not a <= b, "neq": lambda a, b: a != b, "nlt": lambda a, b: not a < b,
+    "ngt": lambda a, b: not a > b, "nle": lambda a, b: not a <= b, "neq": lambda a, b: a != b,
+    "nlt": lambda a, b: not a < b,
 }  # fmt: skip
 
 
@@ -282,8 +291,10 @@ def test_modifiers() -> None:
     a, b = floats(4), floats(5)
     held = registers(a, 0, "f") | registers(b, 1, "f")
     cases = {
-        "v_add_f32_e64 v9, -v0, |v1|": lambda x, y: -x + abs(y), "v_mul_f32_e64 v9, -|v0|, v1": lambda x, y: -abs(x) * y,
-        "v_add_f32_e64 v9, v0, v1 mul:2": lambda x, y: 2 * (x + y), "v_add_f32_e64 v9, v0, v1 div:2": lambda x, y: (x + y) / 2,
+        "v_add_f32_e64 v9, -v0, |v1|": lambda x, y: -x + abs(y),
+        "v_mul_f32_e64 v9, -|v0|, v1": lambda x, y: -abs(x) * y,
+        "v_add_f32_e64 v9, v0, v1 mul:2": lambda x, y: 2 * (x + y),
+        "v_add_f32_e64 v9, v0, v1 div:2": lambda x, y: (x + y) / 2,
         "v_add_f32_e64 v9, v0, v1 clamp": lambda x, y: min(max(x + y, Fraction(0)), Fraction(1)),
     }  # fmt: skip
     for line, function in cases.items():
@@ -303,74 +314,3 @@ def test_constants_of_each_width() -> None:
     assert number(pair(got, 2)[0], "d") == 0.5
     assert number(pair(got, 4)[0], "d") == 10.0
     assert vector(execute(wave({0: [0] * 64}), "v_add_f16 v2, v0, 1.0"), 2)[0] == 0x3C00
-
-
-PACKED_FLOATS = {"add": (2, EXACT["add"][1]), "mul": (2, EXACT["mul"][1]), "fma": (3, EXACT["fma"][1])}
-
-
-@pytest.mark.parametrize("name", PACKED_FLOATS)
-def test_pairs_of_words(name: str) -> None:
-    """v_pk_add_f32, v_pk_mul_f32, v_pk_fma_f32: op_sel names the word of the first result, op_sel_hi of the second."""
-    count, function = PACKED_FLOATS[name]
-    given = [(floats(2 * k), floats(2 * k + 1)) for k in range(count)]
-    held: dict[int, list[int]] = {}
-    for position, (low, high) in enumerate(given):
-        held |= registers(low, 2 * position, "f") | registers(high, 2 * position + 1, "f")
-    operands = ", ".join(f"v[{2 * k}:{2 * k + 1}]" for k in range(count))
-    first, second = [0, 1, 0][:count], [1, 0, 1][:count]
-    minus = [0, 1, 0][:count]
-    line = f"v_pk_{name}_f32 v[20:21], {operands} op_sel:{first} op_sel_hi:{second} neg_lo:{minus} neg_hi:{minus}"
-    found = execute(wave(held), line.replace(", 1", ",1").replace(", 0", ",0"))
-    for register, chosen in ((20, first), (21, second)):
-        lanes = zip(*(given[k][chosen[k]] for k in range(count)), strict=True)
-        wanted = [
-            rounded(function(*(Fraction(-v if m else v) for v, m in zip(lane, minus, strict=True)))) for lane in lanes
-        ]
-        same([number(value) for value in vector(found, register)], wanted)
-
-
-def test_pairs_of_scalars_and_constants() -> None:
-    held, given = registers([2.0] * 64, 0, "f") | registers([3.0] * 64, 1, "f"), {4: bits(10.0), 5: bits(20.0)}
-    found = execute(wave(held, given), "v_pk_mul_f32 v[2:3], v[0:1], s[4:5] op_sel_hi:[1,0]")
-    assert [number(vector(found, at)[0]) for at in (2, 3)] == [20.0, 30.0]
-    found = execute(wave(held, given), "v_pk_add_f32 v[2:3], v[0:1], 1.0 op_sel_hi:[1,0]")
-    assert [number(vector(found, at)[0]) for at in (2, 3)] == [3.0, 4.0]
-    found = execute(wave(held, given), "v_pk_mov_b32 v[2:3], v[0:1], s[4:5] op_sel:[1,0]")
-    assert [number(vector(found, at)[0]) for at in (2, 3)] == [3.0, 10.0]
-
-
-@pytest.mark.parametrize("name", ["add", "mul", "fma", "max", "min"])
-def test_pairs_of_halves(name: str) -> None:
-    """v_pk_mul_f16 and others."""
-    count, function = EXACT[name]
-    low, high = ([floats(10 * upper + k, "e") for k in range(count)] for upper in (0, 1))
-    held = {k: [bits(a, "e") | bits(b, "e") << 16 for a, b in zip(low[k], high[k], strict=True)] for k in range(count)}
-    found = execute(wave(held), f"v_pk_{name}_f16 v9, {', '.join(f'v{k}' for k in range(count))}")
-    for shift, lanes in ((0, low), (16, high)):
-        got = [number(value >> shift & 0xFFFF, "e") for value in vector(found, 9)]
-        same(got, [fractions(function, "e")(*lane) for lane in zip(*lanes, strict=True)])
-
-
-def test_mixed_widths() -> None:
-    """v_fma_mix_f32, v_fma_mixlo_f16, v_fma_mixhi_f16: op_sel_hi says which operands are halves, op_sel which half."""
-    halves = bits(1.5, "e") | bits(-2.0, "e") << 16
-    held = {0: [halves] * 64, 1: [bits(10.0)] * 64, 2: [bits(0.25)] * 64, 9: [0x11112222] * 64}
-    cases = {
-        "op_sel_hi:[1,0,0]": 1.5 * 10 + 0.25, "op_sel:[1,0,0] op_sel_hi:[1,0,0]": -2.0 * 10 + 0.25,
-    }  # fmt: skip
-    for modifiers, wanted in cases.items():
-        assert number(vector(execute(wave(held), f"v_fma_mix_f32 v3, v0, v1, v2 {modifiers}"), 3)[0]) == wanted
-        low = vector(execute(wave(held), f"v_fma_mixlo_f16 v9, v0, v1, v2 {modifiers}"), 9)[0]
-        assert (low >> 16, number(low & 0xFFFF, "e")) == (0x1111, wanted)
-        high = vector(execute(wave(held), f"v_fma_mixhi_f16 v9, v0, v1, v2 {modifiers}"), 9)[0]
-        assert (high & 0xFFFF, number(high >> 16, "e")) == (0x2222, wanted)
-    negative = vector(execute(wave(held), "v_fma_mix_f32 v3, v0, v1, neg(0) op_sel_hi:[1,0,0]"), 3)[0]
-    assert number(negative) == 15.0
-
-
-def test_dot_products_of_pairs() -> None:
-    a = bits(1.5, "e") | bits(-2.0, "e") << 16
-    b = bits(4.0, "e") | bits(0.5, "e") << 16
-    held = {0: [a] * 64, 1: [b] * 64, 2: [bits(100.0)] * 64}
-    assert number(vector(execute(wave(held), "v_dot2_f32_f16 v3, v0, v1, v2"), 3)[0]) == 105.0
-    assert number(vector(execute(wave(held), "v_dot2c_f32_f16 v2, v0, v1"), 2)[0]) == 105.0

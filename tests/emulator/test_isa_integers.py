@@ -79,7 +79,8 @@ WORD: dict[str, tuple[int, Callable[..., int]]] = {
     "ffbh_u32": (1, lambda a: 32 - a.bit_length() if a else M), "ffbh_i32": (1, _leading_signs),
     "ffbl_b32": (1, lambda a: (a & -a).bit_length() - 1 if a else M),
     "bcnt_u32_b32": (2, lambda a, b: a.bit_count() + b),
-    "lshlrev_b16": (2, lambda a, b: (b << (a & 15)) & 0xFFFF), "lshrrev_b16": (2, lambda a, b: (b & 0xFFFF) >> (a & 15)),
+    "lshlrev_b16": (2, lambda a, b: (b << (a & 15)) & 0xFFFF),
+    "lshrrev_b16": (2, lambda a, b: (b & 0xFFFF) >> (a & 15)),
     "ashrrev_i16": (2, lambda a, b: (signed(b, 16) >> (a & 15)) & 0xFFFF),
     "add_u16": (2, lambda a, b: (a + b) & 0xFFFF), "sub_u16": (2, lambda a, b: (a - b) & 0xFFFF),
     "subrev_u16": (2, lambda a, b: (b - a) & 0xFFFF), "mul_lo_u16": (2, lambda a, b: (a * b) & 0xFFFF),
@@ -114,7 +115,8 @@ def test_accumulators(name: str) -> None:
 
 LONG: dict[str, tuple[tuple[int, ...], Callable[..., int]]] = {
     "mov_b64": ((64,), lambda a: a), "lshlrev_b64": ((32, 64), lambda a, b: b << (a & 63)),
-    "lshrrev_b64": ((32, 64), lambda a, b: b >> (a & 63)), "ashrrev_i64": ((32, 64), lambda a, b: signed(b, 64) >> (a & 63)),
+    "lshrrev_b64": ((32, 64), lambda a, b: b >> (a & 63)),
+    "ashrrev_i64": ((32, 64), lambda a, b: signed(b, 64) >> (a & 63)),
     "lshl_add_u64": ((64, 32, 64), lambda a, b, c: (a << (b & 7)) + c),
     "mad_u64_u32": ((32, 32, 64), lambda a, b, c: a * b + c),
     "mad_i64_i32": ((32, 32, 64), lambda a, b, c: signed(a) * signed(b) + c),
@@ -226,7 +228,8 @@ def test_clamp(name: str, wanted: Callable[[int, int], int]) -> None:
 
 
 PACKED: dict[str, Callable[[int, int], int]] = {
-    "lshlrev_b16": lambda a, b: b << (a & 15), "lshrrev_b16": lambda a, b: b >> (a & 15), "add_u16": lambda a, b: a + b,
+    "lshlrev_b16": lambda a, b: b << (a & 15), "lshrrev_b16": lambda a, b: b >> (a & 15),
+    "add_u16": lambda a, b: a + b,
     "ashrrev_i16": lambda a, b: signed(b, 16) >> (a & 15), "sub_i16": lambda a, b: a - b,
     "mul_lo_u16": lambda a, b: a * b, "max_i16": lambda a, b: max(signed(a, 16), signed(b, 16)), "min_u16": min,
 }  # fmt: skip
@@ -274,7 +277,8 @@ def test_parts_of_a_register(select: str, wanted: int) -> None:
 
 @pytest.mark.parametrize("line", [
     "v_frobnicate_b32 v0, v1", "v_add_u32_e64 v0, -v1, v2", "v_and_b32_e64 v0, v1, v2 clamp", "s_sleep_var s0",
-    "ds_add_u32 v0, v1", "buffer_load_dword v0, v1, s[0:3], 0 idxen", "flat_load_dword v0, v[1:2]", "v_cmpx_eq_u32 v0, v1",
+    "ds_add_u32 v0, v1", "buffer_load_dword v0, v1, s[0:3], 0 idxen", "flat_load_dword v0, v[1:2]",
+    "v_cmpx_eq_u32 v0, v1",
     "v_mfma_f32_4x4x4_16b_f16 a[0:3], v[0:1], v[2:3], a[0:3]", "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 0, 2), 3",
     "v_pk_mul_f32 v[0:1], v[2:3], 1.0",
 ])  # fmt: skip

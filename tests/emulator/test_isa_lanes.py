@@ -1,6 +1,7 @@
 """Moves between lanes, each against the figure of AMD's text as a list of source lanes.
 
-Sources: "MI300 Instruction Set Architecture", "DPP" (DPP_QUAD_PERM to DPP_ROW_BCAST31), DS_SWIZZLE_B32, DS_PERMUTE_B32,
+Sources: "MI300 Instruction Set Architecture",
+"DPP" (DPP_QUAD_PERM to DPP_ROW_BCAST31), DS_SWIZZLE_B32, DS_PERMUTE_B32,
 DS_BPERMUTE_B32, V_READLANE_B32; "CDNA4", V_PERMLANE16_SWAP_B32.
 """
 
@@ -16,9 +17,11 @@ GIVEN = [1000 + lane for lane in range(64)]
 MOVES: dict[str, Callable[[int], int | None]] = {
     "quad_perm:[1,0,3,2]": lambda lane: lane ^ 1, "quad_perm:[2,3,0,1]": lambda lane: lane ^ 2,
     "quad_perm:[3,2,1,0]": lambda lane: lane ^ 3, "quad_perm:[0,0,0,0]": lambda lane: lane & ~3,
-    "row_shr:1": lambda lane: lane - 1 if lane % 16 >= 1 else None, "row_shr:8": lambda lane: lane - 8 if lane % 16 >= 8 else None,
+    "row_shr:1": lambda lane: lane - 1 if lane % 16 >= 1 else None,
+    "row_shr:8": lambda lane: lane - 8 if lane % 16 >= 8 else None,
     "row_shl:3": lambda lane: lane + 3 if lane % 16 < 13 else None,
-    "row_ror:8": lambda lane: lane // 16 * 16 + (lane + 8) % 16, "row_ror:3": lambda lane: lane // 16 * 16 + (lane - 3) % 16,
+    "row_ror:8": lambda lane: lane // 16 * 16 + (lane + 8) % 16,
+    "row_ror:3": lambda lane: lane // 16 * 16 + (lane - 3) % 16,
     "row_mirror": lambda lane: lane ^ 15, "row_half_mirror": lambda lane: lane ^ 7,
     "row_bcast:15": lambda lane: lane // 16 * 16 - 1 if lane >= 16 else None,
     "row_bcast:31": lambda lane: 31 if lane >= 32 else None, "row_newbcast:5": lambda lane: lane // 16 * 16 + 5,
@@ -94,7 +97,8 @@ def test_swaps(width: int) -> None:
 
 def test_single_lanes() -> None:
     found = execute(wave({0: GIVEN}, {5: 70}, on=0xF0), "v_readfirstlane_b32 s0, v0", "v_readlane_b32 s1, v0, 9",
-                    "v_readlane_b32 s2, v0, s5", "v_writelane_b32 v0, s0, 63", "v_writelane_b32 v0, 11, s5")  # fmt: skip
+                    "v_readlane_b32 s2, v0, s5", "v_writelane_b32 v0, s0, 63",
+                    "v_writelane_b32 v0, 11, s5")  # fmt: skip
     assert [scalar(found, number) for number in (0, 1, 2)] == [1004, 1009, 1006]
     assert vector(found, 0) == [*GIVEN[:6], 11, *GIVEN[7:63], 1004]
     assert scalar(execute(wave({0: GIVEN}, on=0), "v_readfirstlane_b32 s0, v0"), 0) == 1000

@@ -1,8 +1,8 @@
 """Matrix instructions against sums in Python, with the places of AMD's matrix instruction calculator.
 
-For v_mfma_f32_16x16x16_f16 and its like, of the calculator's "A[i][k]" and "D[i][j]": A[i][k] is in lane 16 (k / 4) + i,
-element k % 4; D[i][j] in lane 16 (i / 4) + j, register i % 4. For 32x32: A[i][k] in lane 32 (k / 4) + i, D[i][j] in lane
-32 (i / 4 % 2) + j, register 4 (i / 8) + i % 4.
+For v_mfma_f32_16x16x16_f16 and its like, of the calculator's "A[i][k]" and "D[i][j]": A[i][k] is in lane 16 (k / 4) +
+i, element k % 4; D[i][j] in lane 16 (i / 4) + j, register i % 4. For 32x32: A[i][k] in lane 32 (k / 4) + i, D[i][j] in
+lane 32 (i / 4 % 2) + j, register 4 (i / 8) + i % 4.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ CASES = {
     "v_mfma_f32_16x16x32_f16": ("gfx950", 16, 32, "f16"), "v_mfma_f32_16x16x32_bf16": ("gfx950", 16, 32, "bf16"),
     "v_mfma_f32_32x32x8_f16": ("gfx942", 32, 8, "f16"), "v_mfma_f32_32x32x16_bf16": ("gfx950", 32, 16, "bf16"),
     "v_mfma_f32_16x16x4_f32": ("gfx942", 16, 4, "f32"), "v_mfma_f32_32x32x2_f32": ("gfx942", 32, 2, "f32"),
-    "v_mfma_f32_16x16x32_fp8_fp8": ("gfx942", 16, 32, "fp8"), "v_mfma_f32_16x16x32_fp8_bf8": ("gfx950", 16, 32, "fp8 bf8"),
+    "v_mfma_f32_16x16x32_fp8_fp8": ("gfx942", 16, 32, "fp8"),
+    "v_mfma_f32_16x16x32_fp8_bf8": ("gfx950", 16, 32, "fp8 bf8"),
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Loads and stores: LDS, the device's memory, buffers, spilled registers, atomic operations.
 
-Sources: "MI300 Instruction Set Architecture", "LDS instructions", "Vector memory buffer instructions" (range checking of raw
+Sources: "MI300 Instruction Set Architecture", "LDS instructions",
+"Vector memory buffer instructions" (range checking of raw
 buffers), "Global memory"; "CDNA4", DS_READ_B64_TR_B16 and "buffer load to LDS".
 """
 
@@ -128,8 +129,8 @@ LOADS = {
     "dword": (4, False), "dwordx2": (8, False), "dwordx3": (12, False), "dwordx4": (16, False), "ubyte": (1, False),
     "sbyte": (1, True), "ushort": (2, False), "sshort": (2, True),
 }  # fmt: skip
-"""global_load_dword, global_load_dwordx2, global_load_dwordx4, global_load_ubyte, global_load_ushort, buffer_load_dword,
-buffer_load_dwordx2, buffer_load_dwordx4, buffer_load_ubyte, buffer_load_ushort."""
+"""global_load_dword, global_load_dwordx2, global_load_dwordx4, global_load_ubyte, global_load_ushort,
+buffer_load_dword, buffer_load_dwordx2, buffer_load_dwordx4, buffer_load_ubyte, buffer_load_ushort."""
 
 
 @pytest.mark.parametrize("name", LOADS)
@@ -166,7 +167,8 @@ def test_offsets_may_be_negative() -> None:
 
 STORES = {"byte": 1, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "short_d16_hi": 2}
 """global_store_byte, global_store_short, global_store_dword, global_store_dwordx2, global_store_dwordx4,
-global_store_short_d16_hi, buffer_store_byte, buffer_store_short, buffer_store_dword, buffer_store_dwordx2, buffer_store_dwordx4."""
+global_store_short_d16_hi, buffer_store_byte, buffer_store_short, buffer_store_dword, buffer_store_dwordx2,
+buffer_store_dwordx4."""
 
 
 @pytest.mark.parametrize("name", STORES)

@@ -6,6 +6,7 @@ Source: "MI300 Instruction Set Architecture", SOP1, SOP2, SOPC, SOPK, SOPP.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ def nonzero(value: int, width: int = 32) -> Result:
 
 
 TWO: dict[str, Callable[[int, int, int], Result]] = {
-    "add_u32": lambda a, b, c: (a + b, overflows(a + b, False)), "sub_u32": lambda a, b, c: (a - b, overflows(a - b, False)),
+    "add_u32": lambda a, b, c: (a + b, overflows(a + b, False)),
+    "sub_u32": lambda a, b, c: (a - b, overflows(a - b, False)),
     "addc_u32": lambda a, b, c: (a + b + c, overflows(a + b + c, False)),
     "subb_u32": lambda a, b, c: (a - b - c, overflows(a - b - c, False)),
     "add_i32": lambda a, b, c: (a + b, overflows(signed(a) + signed(b), True)),
@@ -43,18 +45,24 @@ TWO: dict[str, Callable[[int, int, int], Result]] = {
     "absdiff_i32": lambda a, b, c: nonzero(abs(signed(a) - signed(b))),
     "mul_i32": lambda a, b, c: (a * b, None), "mul_hi_u32": lambda a, b, c: (a * b >> 32, None),
     "mul_hi_i32": lambda a, b, c: (signed(a) * signed(b) >> 32, None),
-    "min_i32": lambda a, b, c: (min(signed(a), signed(b)), signed(a) < signed(b)), "min_u32": lambda a, b, c: (min(a, b), a < b),
-    "max_i32": lambda a, b, c: (max(signed(a), signed(b)), signed(a) > signed(b)), "max_u32": lambda a, b, c: (max(a, b), a > b),
-    "and_b32": lambda a, b, c: nonzero(a & b), "or_b32": lambda a, b, c: nonzero(a | b), "xor_b32": lambda a, b, c: nonzero(a ^ b),
+    "min_i32": lambda a, b, c: (min(signed(a), signed(b)), signed(a) < signed(b)),
+    "min_u32": lambda a, b, c: (min(a, b), a < b),
+    "max_i32": lambda a, b, c: (max(signed(a), signed(b)), signed(a) > signed(b)),
+    "max_u32": lambda a, b, c: (max(a, b), a > b),
+    "and_b32": lambda a, b, c: nonzero(a & b), "or_b32": lambda a, b, c: nonzero(a | b),
+    "xor_b32": lambda a, b, c: nonzero(a ^ b),
     "andn2_b32": lambda a, b, c: nonzero(a & ~b), "orn2_b32": lambda a, b, c: nonzero(a | ~b & M),
     "nand_b32": lambda a, b, c: nonzero(~(a & b)), "nor_b32": lambda a, b, c: nonzero(~(a | b)),
     "xnor_b32": lambda a, b, c: nonzero(~(a ^ b)), "lshl_b32": lambda a, b, c: nonzero(a << (b & 31)),
     "lshr_b32": lambda a, b, c: nonzero(a >> (b & 31)), "ashr_i32": lambda a, b, c: nonzero(signed(a) >> (b & 31)),
     "bfe_u32": lambda a, b, c: field(a, b, 32, False), "bfe_i32": lambda a, b, c: field(a, b, 32, True),
-    "bfm_b32": lambda a, b, c: (((1 << (a & 31)) - 1) << (b & 31), None), "cselect_b32": lambda a, b, c: (a if c else b, None),
-    "pack_ll_b32_b16": lambda a, b, c: (a & 0xFFFF | b << 16, None), "pack_lh_b32_b16": lambda a, b, c: (a & 0xFFFF | b >> 16 << 16, None),
+    "bfm_b32": lambda a, b, c: (((1 << (a & 31)) - 1) << (b & 31), None),
+    "cselect_b32": lambda a, b, c: (a if c else b, None),
+    "pack_ll_b32_b16": lambda a, b, c: (a & 0xFFFF | b << 16, None),
+    "pack_lh_b32_b16": lambda a, b, c: (a & 0xFFFF | b >> 16 << 16, None),
     "pack_hh_b32_b16": lambda a, b, c: (a >> 16 | b >> 16 << 16, None),
-    **{f"lshl{n}_add_u32": (lambda a, b, c, n=n: ((a << n) + b, overflows((a << n) + b, False))) for n in (1, 2, 3, 4)},  # type: ignore[dict-item]
+    **{f"lshl{n}_add_u32": partial(lambda n, a, b, c: ((a << n) + b, overflows((a << n) + b, False)), n)
+       for n in (1, 2, 3, 4)},
 }  # fmt: skip
 EMITTED = "s_lshl1_add_u32 s_lshl2_add_u32 s_lshl3_add_u32 s_lshl4_add_u32"
 
@@ -73,7 +81,8 @@ LONG: dict[str, Callable[[int, int, bool], Result]] = {
     "and_b64": lambda a, b, c: nonzero(a & b, 64), "or_b64": lambda a, b, c: nonzero(a | b, 64),
     "xor_b64": lambda a, b, c: nonzero(a ^ b, 64), "andn2_b64": lambda a, b, c: nonzero(a & ~b, 64),
     "lshl_b64": lambda a, b, c: nonzero(a << (b & 63), 64), "lshr_b64": lambda a, b, c: nonzero(a >> (b & 63), 64),
-    "ashr_i64": lambda a, b, c: nonzero(signed(a, 64) >> (b & 63), 64), "cselect_b64": lambda a, b, c: (a if c else b, None),
+    "ashr_i64": lambda a, b, c: nonzero(signed(a, 64) >> (b & 63), 64),
+    "cselect_b64": lambda a, b, c: (a if c else b, None),
     "bfe_u64": lambda a, b, c: field(a, b, 64, False), "bfe_i64": lambda a, b, c: field(a, b, 64, True),
 }  # fmt: skip
 
@@ -92,9 +101,11 @@ def test_64_bits(name: str) -> None:
 ONE: dict[str, tuple[int, Callable[[int], Result]]] = {
     "mov_b32": (32, lambda a: (a, None)), "not_b32": (32, lambda a: nonzero(~a)),
     "brev_b32": (32, lambda a: (int(f"{a:032b}"[::-1], 2), None)), "abs_i32": (32, lambda a: nonzero(abs(signed(a)))),
-    "bcnt1_i32_b32": (32, lambda a: nonzero(a.bit_count())), "bcnt0_i32_b32": (32, lambda a: nonzero(32 - a.bit_count())),
+    "bcnt1_i32_b32": (32, lambda a: nonzero(a.bit_count())),
+    "bcnt0_i32_b32": (32, lambda a: nonzero(32 - a.bit_count())),
     "bcnt1_i32_b64": (64, lambda a: nonzero(a.bit_count())), "sext_i32_i8": (32, lambda a: (signed(a, 8), None)),
-    "sext_i32_i16": (32, lambda a: (signed(a, 16), None)), "ff1_i32_b32": (32, lambda a: ((a & -a).bit_length() - 1, None)),
+    "sext_i32_i16": (32, lambda a: (signed(a, 16), None)),
+    "ff1_i32_b32": (32, lambda a: ((a & -a).bit_length() - 1, None)),
     "ff1_i32_b64": (64, lambda a: ((a & -a).bit_length() - 1, None)),
     "flbit_i32_b32": (32, lambda a: (32 - a.bit_length() if a else -1, None)),
     "flbit_i32_b64": (64, lambda a: (64 - a.bit_length() if a else -1, None)),
@@ -112,15 +123,18 @@ def test_one_operand(name: str) -> None:
 
 
 def test_moves_of_64_bits() -> None:
-    found = execute(wave({}, {2: 5, 3: 6}), "s_mov_b64 s[0:1], s[2:3]", "s_mov_b64 vcc, -1", "s_brev_b64 s[4:5], s[2:3]",
+    found = execute(wave({}, {2: 5, 3: 6}), "s_mov_b64 s[0:1], s[2:3]", "s_mov_b64 vcc, -1",
+                    "s_brev_b64 s[4:5], s[2:3]",
                     "s_not_b64 s[6:7], s[2:3]", "s_mov_b64 s[8:9], 0xffffffff")  # fmt: skip
     assert [scalar(found, n) for n in (0, 1, VCC, VCC + 1)] == [5, 6, M, M]
     assert [scalar(found, n) for n in (4, 5, 6, 7, 8, 9)] == [0x60000000, 0xA0000000, M - 5, M - 6, M, 0]
 
 
 @pytest.mark.parametrize(("line", "value", "scc"), [
-    ("s_movk_i32 s0, 0x8000", -0x8000, False), ("s_addk_i32 s0, 0xffff", 99, False), ("s_mulk_i32 s0, -3", -300, False),
-    ("s_bitset1_b32 s0, 31", 100 | 1 << 31, False), ("s_bitset0_b32 s0, 2", 96, False), ("s_cmovk_i32 s0, 7", 100, False),
+    ("s_movk_i32 s0, 0x8000", -0x8000, False), ("s_addk_i32 s0, 0xffff", 99, False),
+    ("s_mulk_i32 s0, -3", -300, False),
+    ("s_bitset1_b32 s0, 31", 100 | 1 << 31, False), ("s_bitset0_b32 s0, 2", 96, False),
+    ("s_cmovk_i32 s0, 7", 100, False),
     ("s_addk_i32 s0, 0x7fff", 100 + 0x7FFF, False),
 ])  # fmt: skip
 def test_constants_of_16_bits(line: str, value: int, scc: bool) -> None:
@@ -167,7 +181,8 @@ def test_bits() -> None:
 
 
 @pytest.mark.parametrize(("name", "wanted"), [
-    ("and", lambda a, e: a & e), ("or", lambda a, e: a | e), ("andn2", lambda a, e: a & ~e), ("xor", lambda a, e: a ^ e),
+    ("and", lambda a, e: a & e), ("or", lambda a, e: a | e), ("andn2", lambda a, e: a & ~e),
+    ("xor", lambda a, e: a ^ e),
 ])  # fmt: skip
 def test_lanes_are_saved(name: str, wanted: Callable[[int, int], int]) -> None:
     """s_and_saveexec_b64, s_or_saveexec_b64, s_andn2_saveexec_b64: the old lanes go out, the new ones are on."""
@@ -181,9 +196,12 @@ def test_lanes_are_saved(name: str, wanted: Callable[[int, int], int]) -> None:
 
 
 @pytest.mark.parametrize(("line", "state", "taken"), [
-    ("s_branch .L", {}, True), ("s_cbranch_scc0 .L", {"scc": False}, True), ("s_cbranch_scc0 .L", {"scc": True}, False),
-    ("s_cbranch_scc1 .L", {"scc": True}, True), ("s_cbranch_vccz .L", {"vcc": 0}, True), ("s_cbranch_vccz .L", {"vcc": 1 << 40}, False),
-    ("s_cbranch_vccnz .L", {"vcc": 1 << 40}, True), ("s_cbranch_execz .L", {"on": 0}, True), ("s_cbranch_execz .L", {"on": 1 << 50}, False),
+    ("s_branch .L", {}, True), ("s_cbranch_scc0 .L", {"scc": False}, True),
+    ("s_cbranch_scc0 .L", {"scc": True}, False),
+    ("s_cbranch_scc1 .L", {"scc": True}, True), ("s_cbranch_vccz .L", {"vcc": 0}, True),
+    ("s_cbranch_vccz .L", {"vcc": 1 << 40}, False),
+    ("s_cbranch_vccnz .L", {"vcc": 1 << 40}, True), ("s_cbranch_execz .L", {"on": 0}, True),
+    ("s_cbranch_execz .L", {"on": 1 << 50}, False),
     ("s_cbranch_execnz .L", {"on": 1 << 50}, True),
 ])  # fmt: skip
 def test_branches(line: str, state: dict[str, Any], taken: bool) -> None:

@@ -48,11 +48,16 @@ ADDRESS = "	s_load_dwordx2 s[4:5], s[0:1], 0x0\n	v_lshlrev_b32_e32 v1, 2, v0\n	s
 USES = {
     "a scalar load": ("	s_load_dwordx2 s[4:5], s[0:1], 0x0\n", "lgkmcnt(0)", "	s_mov_b32 s6, s5\n"),
     "a load": (ADDRESS + "	global_load_dword v2, v1, s[4:5]\n", "vmcnt(0)", "	v_add_u32_e32 v3, v2, v2\n"),
-    "a load that is overwritten": (ADDRESS + "	global_load_dword v2, v1, s[4:5]\n", "vmcnt(0)", "	v_mov_b32_e32 v2, 0\n"),
+    "a load that is overwritten": (
+        ADDRESS + "	global_load_dword v2, v1, s[4:5]\n", "vmcnt(0)", "	v_mov_b32_e32 v2, 0\n",
+    ),
     "a read of LDS": ("	v_mov_b32_e32 v1, 0\n	ds_read_b32 v2, v1\n", "lgkmcnt(0)", "	v_mov_b32_e32 v3, v2\n"),
-    "a permutation": ("	v_mov_b32_e32 v1, 0\n	ds_bpermute_b32 v2, v1, v0\n", "lgkmcnt(0)", "	v_mov_b32_e32 v3, v2\n"),
+    "a permutation": (
+        "	v_mov_b32_e32 v1, 0\n	ds_bpermute_b32 v2, v1, v0\n", "lgkmcnt(0)", "	v_mov_b32_e32 v3, v2\n",
+    ),
     "the first of two loads": (
-        ADDRESS + "	global_load_dword v2, v1, s[4:5]\n	global_load_dword v3, v1, s[4:5]\n", "vmcnt(1)", "	v_mov_b32_e32 v4, v2\n",
+        ADDRESS + "	global_load_dword v2, v1, s[4:5]\n	global_load_dword v3, v1, s[4:5]\n", "vmcnt(1)",
+        "	v_mov_b32_e32 v4, v2\n",
     ),
 }  # fmt: skip
 
@@ -98,7 +103,8 @@ def test_lds_between_waves() -> None:
 
 
 @pytest.mark.parametrize("body", [
-    WRITE + WAIT + READ, WRITE + BARRIER + READ, WRITE + BARRIER + WAIT + READ, READ.replace("v1, 0x100, v1", "v1, v0, v0") + WRITE,
+    WRITE + WAIT + READ, WRITE + BARRIER + READ, WRITE + BARRIER + WAIT + READ,
+    READ.replace("v1, 0x100, v1", "v1, v0, v0") + WRITE,
 ], ids=["no barrier", "no wait", "wait behind the barrier", "a write after a read"])  # fmt: skip
 def test_races_in_lds(body: str) -> None:
     with pytest.raises(Fault, match="with no barrier between"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from . import test_isa_floats, test_isa_integers, test_isa_scalars
+from . import test_isa_floats, test_isa_integers, test_isa_pairs, test_isa_scalars
 from .mnemonics import RECORDS, emitted, recorded
 
 TESTS = "\n".join(path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("test_isa_*.py")))
@@ -15,8 +15,12 @@ TABLES = {
     *(f"v_{name}" for name in (*test_isa_integers.WORD, *test_isa_integers.LONG, *test_isa_integers.CARRIES)),
     *(f"v_pk_{name}" for name in test_isa_integers.PACKED),
     *(f"v_{name}_{kind}" for name in test_isa_floats.EXACT for kind in test_isa_floats.KINDS.values()),
-    *(f"v_pk_{name}_f32" for name in test_isa_floats.PACKED_FLOATS),
-    *(f"v_cmp_{name}_{kind}" for name in test_isa_integers.RELATIONS for kind in "u16 i16 u32 i32 u64 i64".split()),
+    *(f"v_pk_{name}_f32" for name in test_isa_pairs.PACKED_FLOATS),
+    *(
+        f"v_cmp_{name}_{kind}"
+        for name in test_isa_integers.RELATIONS
+        for kind in ["u16", "i16", "u32", "i32", "u64", "i64"]
+    ),
     *(f"v_cmp_{name}_{k}" for name in test_isa_floats.FLOAT_RELATIONS for k in test_isa_floats.KINDS.values()),
     *(f"s_{name}" for name in (*test_isa_scalars.TWO, *test_isa_scalars.LONG, *test_isa_scalars.ONE)),
 }

@@ -40,7 +40,7 @@ def test_faults_of_every_kind(tmp_path: Path) -> None:
 
 
 def test_programs_that_count_themselves_in_a_weak_memory(tmp_path: Path) -> None:
-    """Right as compiled, in several orders; and with a wait, barrier, write-back or invalidation taken out it shows."""
+    """Right as compiled, in several orders; what is taken out shows."""
     found = planted(tmp_path, "--weak", "--kernels", "skinny_linear")
     for fault in ("a wait removed", "a barrier removed", "a write-back removed", "an invalidation removed"):
         mine = [one for one in found if one["fault"] == fault]

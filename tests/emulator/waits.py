@@ -87,7 +87,7 @@ class Counters:
         return [place for place in reversed(kept) if place]
 
     def misused(self, one: Instruction) -> bool:
-        """Return whether an instruction names a register that a load will write, other than in the load's own order."""
+        """Return whether an instruction names a register that a load will write, but for loads in order."""
         queues = {"vector": self.vector, "local": [[f for f in place if not f.scalar] for place in self.local]}
         own = queues.pop(one.queue, [])
         queues["scalar"] = [[f for f in place if f.scalar] for place in self.local]

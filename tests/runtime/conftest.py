@@ -1,4 +1,4 @@
-"""Where kernels run: a GPU, the CPU under Triton's interpreter (see test_interpreted.py), or an emulator (--emulate)."""
+"""Where kernels run: a GPU, the CPU under Triton's interpreter (test_interpreted.py), or an emulator (--emulate)."""
 
 from __future__ import annotations
 
