@@ -226,10 +226,12 @@ def listing(text: str) -> Listing:
     found.chip = re.findall(r"amdgcn-amd-amdhsa--(\w+)", text)[0]
 
     def directive(name: str) -> int:
-        return int(re.findall(rf"\.amdhsa_{name} (\d+)", text)[0])
+        given = re.findall(rf"\.amdhsa_{name} (\d+)", text)
+        return int(given[0]) if given else 0
 
     found.user_scalars = directive("user_sgpr_count")
-    found.arguments_at = 2 * directive("user_sgpr_dispatch_ptr") + 2 * directive("user_sgpr_queue_ptr")
+    before = {"private_segment_buffer": 4, "dispatch_ptr": 2, "queue_ptr": 2}
+    found.arguments_at = sum(count * directive(f"user_sgpr_{name}") for name, count in before.items())
     x, y, z = (bool(directive(f"system_sgpr_workgroup_id_{axis}")) for axis in "xyz")
     found.workgroup_axes = (x, y, z)
     found.arguments_size = directive("kernarg_size")

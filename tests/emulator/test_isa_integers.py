@@ -103,6 +103,7 @@ def test_words(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["accvgpr_read_b32", "accvgpr_write_b32", "accvgpr_mov_b32"])
 def test_accumulators(name: str) -> None:
+    """v_accvgpr_read_b32, v_accvgpr_write_b32, v_accvgpr_mov_b32."""
     to, source = {
         "accvgpr_read_b32": ("v9", "a3"),
         "accvgpr_write_b32": ("a9", "v3"),

@@ -223,7 +223,7 @@ def test_what_is_outside_of_tensors(offset: int, message: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
 def test_scalar_loads(count: int) -> None:
-    """s_load_dword to s_load_dwordx16."""
+    """s_load_dword, s_load_dwordx2, s_load_dwordx4, s_load_dwordx8, s_load_dwordx16."""
     held = memory()
     base = held.address("x_ptr")
     to = "s8" if count == 1 else f"s[8:{7 + count}]"

