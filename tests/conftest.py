@@ -6,17 +6,26 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from emulator import emulation_options
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores: with a thread for every core in each of them, torch spends its time on waiting.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption("--refresh", action="store_true", help="write the golden files anew, to be read as a diff")
     parser.addoption("--every-model", action="store_true", help="all modeling files, where a test takes a sample")
     parser.addoption("--brief", action="store_true", help="kernels: one launch of each, interpreted in fp32")
     parser.addoption("--examples", type=int, default=40, help="random modules for each transform (tests/soundness)")
+    emulation_options.add_options(parser)
+    config = pluginmanager.get_plugin("pytestconfig")
+    assert isinstance(config, pytest.Config)
+    chip = parser.parse_known_args([*config.invocation_params.args]).emulate
+    if chip is not None:  # before other files import operators
+        from emulator import emulation
+
+        pluginmanager.register(emulation.begin(chip), "emulation")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""Where kernels run: a GPU, or the CPU under Triton's interpreter (see test_interpreted.py)."""
+"""Where kernels run: a GPU, the CPU under Triton's interpreter (test_interpreted.py), or an emulator (--emulate)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hf_rewrite_runtime.generate.generation import GraphGeneration
 from hf_rewrite_runtime.launching import launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EMULATED = launch.pretends()
 KERNEL_DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 
 
@@ -29,7 +30,7 @@ def graph_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def device() -> Iterator[torch.device]:
     """The device on which kernels run here."""
-    if INTERPRETED:
+    if INTERPRETED or EMULATED:
         with backend.use_backend("triton"):
             yield torch.device("cpu")
     elif torch.cuda.is_available():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.device.e4m3 import encode
-from hf_rewrite_runtime.launching.launch import WAVE, Target
+from hf_rewrite_runtime.launching.launch import HIP, WAVE, Target
 from hf_rewrite_runtime.linear import block_linear
 from hf_rewrite_runtime.linear.block_groups import (
     Read,
@@ -335,8 +335,9 @@ def test_many_tokens_never_reach_torch_s_grouped_product_on_amd(
     x = torch.randn(tokens, 64, device=device) * 0.1
     index = torch.randint(0, 3, (tokens, 1), device=device)
     weights = torch.rand(tokens, 1, device=device)
-    with pytest.raises(AssertionError, match="ask the host"):
-        experts.fused_experts(x, layer, index, weights)  # as on NVIDIA's chips, where it does not
+    if not HIP:
+        with pytest.raises(AssertionError, match="ask the host"):
+            experts.fused_experts(x, layer, index, weights)  # as on NVIDIA's chips, where it does not
     monkeypatch.setattr(experts, "chip_of", lambda tensor: Target("hip", "gfx942"))
     how = gating(form)
     assert how is not None

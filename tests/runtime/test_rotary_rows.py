@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import INTERPRETED
+from conftest import EMULATED, INTERPRETED
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config
@@ -202,7 +202,9 @@ def test_a_module_that_depends_on_anything_else_keeps_being_called() -> None:
     assert reasons == {"other_bits", "other_result", "positions_of_axes", "observed"}
 
 
-@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or Triton's interpreter")
+@pytest.mark.skipif(
+    not (INTERPRETED or EMULATED or torch.cuda.is_available()), reason="needs a GPU, Triton's interpreter or --emulate"
+)
 @pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [1, 16, 80, 128, 513])
 def test_kernel_gathers_rows(device: torch.device, poisoned: None, dtype: torch.dtype, columns: int) -> None:
