@@ -85,13 +85,20 @@ def _gated_norm(a: Arguments) -> Outputs:
 
 
 def _cross_entropy(a: Arguments) -> Outputs:
-    values, labels = a.logits_ptr * a.inner, a.labels_ptr
+    inner, labels = a.logits_ptr * a.inner, a.labels_ptr
+    values = _capped(inner, a)
     top = values.amax(-1, keepdim=True)
     norm = top + torch.log(torch.exp(values - top).sum(-1, keepdim=True))
     slopes = torch.exp(values - norm) - (torch.arange(a.V) == labels[:, None]).float()
-    losses, live = norm[:, 0] - a.picked_ptr * a.inner, labels != a.ignore_index
-    slopes = slopes * (a.values["inner"] * a.values["lift"]) * live[:, None].float()
+    losses, live = norm[:, 0] - _capped(a.picked_ptr * a.inner, a), labels != a.ignore_index
+    if a.CAPPED:
+        slopes = slopes * (a.outer * (1.0 - torch.tanh(inner) * torch.tanh(inner)))
+    slopes = slopes * (a.inner * a.lift) * live[:, None].float()
     return {"logits_ptr": slopes, "losses_ptr": losses * live.float()}
+
+
+def _capped(values: Tensor, a: Arguments) -> Tensor:
+    return a.outer * torch.tanh(values) if a.CAPPED else values
 
 
 def _labels(a: Arguments) -> Tensor:
@@ -107,10 +114,5 @@ NORMS = (
     Reference("gated_activation", _gated_activation),
     Reference("gated_activation_backward", _gated_activation_backward),
     Reference("gated_norm", _gated_norm),
-    Reference(
-        "cross_entropy",
-        _cross_entropy,
-        {"labels_ptr": _labels},
-        unseen=lambda a: "tanh near zero is a polynomial that rounds to it" if a.CAPPED else "",
-    ),
+    Reference("cross_entropy", _cross_entropy, {"labels_ptr": _labels}),
 )
