@@ -75,6 +75,8 @@ def _fits(asked: Asked, natural: Any, form: Any) -> bool:
     """Return whether a form is for the same computation: heads that share keys, and those in a tile, are."""
     if natural is None or form is None:
         return False
+    if asked[0] == "device.row_tiles:tile":  # no rule leaves a row to more blocks than it needs
+        return bool(form[1] >= natural[1])
     return asked[0] not in _FIXED or natural[0] == form[0]
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from . import ring
+from rewrite.finite import ring
 
 _Handle = interpreter.TensorHandle
 _Builder = interpreter.InterpreterBuilder
