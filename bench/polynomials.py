@@ -16,12 +16,12 @@ from pathlib import Path
 from trials import Row, Tell, Trial, arguments_of, original, packages, results
 
 from rewrite.verify import Options
-from rewrite.verify.calls.ring_equality import ring_checks
 from rewrite.verify.judging.checks import run_check
 from rewrite.verify.models import loaded_sides
 from rewrite.verify.models.configs import small_variants
 from rewrite.verify.models.model_pair import Workbench
 from rewrite.verify.models.subjects import find_subjects
+from rewrite.verify.ring_equality import ring_checks
 from rewrite.verify.runner import settled
 
 MODELS = (

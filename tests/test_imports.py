@@ -20,7 +20,19 @@ from rewrite.offers import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "transformers", "triton", "numpy", "hf_rewrite_runtime"}
-WITH_TORCH = {"verify", "benchmark", "measure", "profile", "redundant", "tuning", "kernels", "runtime", "sweep/loaded"}
+WITH_TORCH = {
+    "verify",
+    "benchmark",
+    "measure",
+    "profile",
+    "redundant",
+    "tuning",
+    "kernels",
+    "exact",
+    "finite",
+    "runtime",
+    "sweep/loaded",
+}
 """Rooms of the tool that may import torch; the others work where it is not installed."""
 FLOORS = re.compile(r"```rooms\n(.*?)```", re.DOTALL)
 

@@ -47,6 +47,9 @@ SLOTS = 150
 ROWS, CAPACITIES = (1, 2, 8, 32), (128, 512, 2048, 32768)
 """Of sequences, and slots of caches, for which attention is divided."""
 
+MANY_SLOTS = 1100
+"""Of long ones: more than 32 parts of one tile."""
+
 Asked = tuple[str, str]
 """A chooser, and the kind that it was asked for where it has kinds."""
 
@@ -75,6 +78,8 @@ def _fits(asked: Asked, natural: Any, form: Any) -> bool:
     """Return whether a form is for the same computation: heads that share keys, and those in a tile, are."""
     if natural is None or form is None:
         return False
+    if asked[0] == "device.row_tiles:tile":  # no rule leaves a row to more blocks than it needs
+        return bool(form[1] >= natural[1])
     return asked[0] not in _FIXED or natural[0] == form[0]
 
 
@@ -176,7 +181,7 @@ def small_cases() -> list[kernel_cases.Case]:
     """Return the catalogue at small sizes."""
     names = {name: _small(size) for name, size in vars(model_sizes).items() if not name.startswith("__")}
     names["LLAMAS"] = tuple(_small(size) for size in model_sizes.LLAMAS)
-    names |= {"CONTEXT": SLOTS, "LONG_CONTEXT": SLOTS + 40, "PROMPT": 5, "many": _fewer}
+    names |= {"CONTEXT": SLOTS, "LONG_CONTEXT": MANY_SLOTS, "PROMPT": 5, "many": _fewer}
     return [case for file, code in operators.cases().items() for case in catalogue.cases_of(file, code, names)]
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hf_rewrite_runtime.launching.launch import Launch
+from rewrite.finite import ring
+from rewrite.finite.ring_tensor import RingTensor
 
-from . import ring
 from .interpreted_ring import payload
-from .ring_tensor import RingTensor
 
 _CODES = (torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 Integers = Callable[["Arguments"], Tensor]

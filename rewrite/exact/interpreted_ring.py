@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 
 from hf_rewrite_runtime.device import elementary
 
-from . import ring
+from rewrite.finite import ring
 
 _Handle = interpreter.TensorHandle
 _Builder = interpreter.InterpreterBuilder

@@ -14,7 +14,6 @@ from .calls.compiled import compile_checks
 from .calls.parity import exact_checks, low_precision_checks
 from .calls.precision import precision_checks, rounding_checks
 from .calls.registered import registered_checks
-from .calls.ring_equality import ring_checks
 from .calls.single_forward import forward_parity, low_precision_forward
 from .configuration.variations import configuration_checks
 from .generation.cache_name import lost_cache
@@ -33,6 +32,7 @@ from .models.model_pair import Workbench, on_original
 from .models.real_shapes import wide_variant
 from .models.subjects import Subject, Subjects
 from .parallel import Part
+from .ring_equality import ring_checks
 from .secondary_classes import class_alone
 from .state.embeddings import embedding_checks
 from .state.forms import form_checks

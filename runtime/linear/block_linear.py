@@ -44,7 +44,7 @@ def weight(rows, cols):
     return Blocks(tensor(rows, cols, dtype=torch.float8_e4m3fn), scale, 128, 128)
 
 def product(rows, cols, norm, kind=""):
-    rows = many(rows)
+    rows = rows if kind else many(rows)  # halves of whole blocks
     out = tensor(1, 1, rows // 2 if kind else rows)
     given, added = (prologue(cols), None) if norm else (None, None if kind else out)
     return _launch_row(tensor(1, 1, cols), weight(rows, cols), None, given, added, out, kind)

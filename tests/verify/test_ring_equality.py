@@ -11,10 +11,9 @@ from click.testing import CliRunner
 
 from hf_rewrite_runtime.linear import packing
 from rewrite import cli
-from rewrite.exact import ring, ring_tensor
-from rewrite.exact.ring_tensor import RingTensor
-from rewrite.verify import Options
-from rewrite.verify.calls import ring_equality
+from rewrite.finite import ring, ring_tensor
+from rewrite.finite.ring_tensor import RingTensor
+from rewrite.verify import Options, ring_equality
 from rewrite.verify.judging.checks import run_check
 from rewrite.verify.judging.verdict import Check
 from rewrite.verify.models import loaded_sides

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import ring
+from rewrite.finite import ring
+from rewrite.finite.ring_tensor import RingTensor
+
 from ..exact_launch import Arguments
-from ..ring_tensor import RingTensor
 
 Outputs = dict[str, Tensor]
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

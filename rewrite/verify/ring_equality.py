@@ -1,7 +1,7 @@
 """Whether both models are the same polynomials: a forward pass of each in a finite ring, with every weight random.
 
 Nothing rounds there, so there is no tolerance: a norm that has lost its eps, a scale of 1.001 or a weight that is left
-out changes every output, where 16 bits and the small values of fresh models would hide it. See `rewrite.exact.ring`
+out changes every output, where 16 bits and the small values of fresh models would hide it. See `rewrite.finite.ring`
 for what exp, an order or a square root are.
 """
 
@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..configuration.values import Variation, changed
-from ..configuration.variations import APART, Configurations
-from ..judging.checks import CheckRun, describe
-from ..judging.compare import Mismatch, NotRun, about
-from ..judging.verdict import POLYNOMIALS, Figure
-from ..judging.watchdog import of_original
-from ..models.configs import Variant
-from ..models.counting import uncounted
-from ..models.inputs import Padding
-from ..models.model_inputs import make
-from ..models.model_pair import Workbench, build
+from .configuration.values import Variation, changed
+from .configuration.variations import APART, Configurations
+from .judging.checks import CheckRun, describe
+from .judging.compare import Mismatch, NotRun, about
+from .judging.verdict import POLYNOMIALS, Figure
+from .judging.watchdog import of_original
+from .models.configs import Variant
+from .models.counting import uncounted
+from .models.inputs import Padding
+from .models.model_inputs import make
+from .models.model_pair import Workbench, build
 
 
 def ring_checks(bench: Workbench) -> Iterator[CheckRun]:
@@ -43,7 +43,7 @@ class _Comparison:
         """Why, of the first of them."""
 
     def figures(self) -> Mapping[str, Figure]:
-        from rewrite.exact import ring
+        from rewrite.finite import ring
 
         quick = self.bench.options.quick
         for number, variant in enumerate(self.bench.variants):
@@ -75,7 +75,7 @@ class _Comparison:
 
     def _all_at_once(self, variations: list[Variation]) -> None:
         """One value of each field together, halved where the original does not run so."""
-        from rewrite.exact import ring
+        from rewrite.finite import ring
 
         together = (one for one in reversed(variations) if not any(part in one.field for part in APART))
         firsts = list({one.field: one for one in together if "rope_type" not in one.field}.values())
@@ -92,7 +92,7 @@ class _Comparison:
         Raises:
             Mismatch: an output differs.
         """
-        from rewrite.exact import ring
+        from rewrite.finite import ring
 
         ring.use(prime)
         side = "original"
@@ -118,8 +118,8 @@ class _Comparison:
         """The outputs of a pass, elements or numbers, by the way to them."""
         import torch
 
-        from rewrite.exact.ring_model import fill, flattened
-        from rewrite.exact.ring_tensor import InTheRing
+        from rewrite.finite.ring_model import fill, flattened
+        from rewrite.finite.ring_tensor import InTheRing
 
         model = fill(build(model_class, variant, implementation, "float64", "cpu"))
         seed = self.bench.seed_for("prompt", "ring")
@@ -134,8 +134,8 @@ class _Comparison:
 
 
 def _as_elements(name: str, value: Any) -> Any:
-    from rewrite.exact import ring
-    from rewrite.exact.ring_tensor import RingTensor
+    from rewrite.finite import ring
+    from rewrite.finite.ring_tensor import RingTensor
 
     return RingTensor(ring.random(tuple(value.shape), name)) if value.is_floating_point() else value
 
