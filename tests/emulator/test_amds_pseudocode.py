@@ -146,7 +146,8 @@ def shift_left(a: int, b: int) -> int:
 
 _OPERATIONS: dict[str, Callable[[Number, Number], Number]] = {
     "||": lambda a, b: a or b, "&&": lambda a, b: a and b, "|": lambda a, b: a | b, "^": lambda a, b: a ^ b,
-    "&": lambda a, b: a & b, "==": lambda a, b: a == b, "!=": lambda a, b: a != b, "<>": lambda a, b: a != b, "<": lambda a, b: a < b,
+    "&": lambda a, b: a & b, "==": lambda a, b: a == b, "!=": lambda a, b: a != b, "<>": lambda a, b: a != b,
+    "<": lambda a, b: a < b,
     ">": lambda a, b: a > b, "<=": lambda a, b: a <= b, ">=": lambda a, b: a >= b, "<<": shift_left,
     ">>": lambda a, b: a >> b, "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b,
     "**": lambda a, b: a**b,
