@@ -92,11 +92,11 @@ class Emulator:
         memory = self._memory(tensors, program.listing.arguments_size)
         tensors.write(memory, program, call.grid, threads)
         kept = tensors.copies() if self.record is not None and not tensors.has_tables else None
+        # in a weak memory each launch has another order
+        order = Order(self.seed + self.weak * len(self.executed), alone=self.weak or self.alone)
         kernel = call.metadata.name.strip("_").removesuffix("_kernel")
         try:
-            count = program.run(
-                call.grid, threads, memory, call.metadata.shared, Order(self.seed, alone=self.weak or self.alone)
-            )
+            count = program.run(call.grid, threads, memory, call.metadata.shared, order)
         except Fault as fault:
             fault.where = f"{kernel} of {call.grid} workgroups of {threads} threads on {self.chip}"
             raise
