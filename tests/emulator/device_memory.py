@@ -92,8 +92,9 @@ class DeviceMemory:
         at = int(self._at(address, 4, "atomic operation")[0])
         self.bytes[at : at + 4].view(U32)[0] = value
 
-    def write_back(self, waves: Waves) -> None:
-        """Let other dies see what is in this one's cache."""
+    def write_back(self, waves: Waves) -> Callable[[], None] | None:
+        """Let other dies see what is in this one's cache; return what happens when that is waited for."""
+        return None
 
     def invalidate(self, waves: Waves) -> None:
         """Read anew what others may have written."""
@@ -120,6 +121,7 @@ class WeakMemory(DeviceMemory):
         self._writes_through = chip == "gfx90a"
         self._before: Bytes | None = None
         self._caches: dict[int, _Cache] = {}
+        self._writing: list[Callable[[], None]] = []
         self._flying: dict[tuple[int, int], list[tuple[NDArray[np.int64], Bytes, list[bool]]]] = {}
 
     def _cache(self, waves: Waves) -> _Cache:
@@ -176,11 +178,20 @@ class WeakMemory(DeviceMemory):
         else:
             cache.dirty[at] = True
 
-    def write_back(self, waves: Waves) -> None:
-        """Write what is dirty: of stores, only those that have arrived."""
+    def write_back(self, waves: Waves) -> Callable[[], None]:
+        """Begin to write what is dirty: of stores, only those that have arrived."""
         cache = self._cache(waves)
-        self.bytes[cache.dirty] = cache.bytes[cache.dirty]
-        cache.dirty[:] = False
+        places = np.nonzero(cache.dirty)[0]
+        data = cache.bytes[places].copy()
+        cache.dirty[places] = False
+        left = [True]
+
+        def write() -> None:
+            if left.pop() if left else False:
+                self.bytes[places] = data
+
+        self._writing.append(write)
+        return write
 
     def invalidate(self, waves: Waves) -> None:
         """Forget every line that is not dirty."""
@@ -189,6 +200,8 @@ class WeakMemory(DeviceMemory):
 
     def finish(self) -> None:
         """Let everything arrive and be written."""
+        for write in self._writing:
+            write()
         for (die, _), flights in self._flying.items():
             for flight in flights:
                 self._land(die, flight)

@@ -43,6 +43,10 @@ class Emulation:
         self.emulator = emulator
         self._before = 0
 
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Take the kind of memory."""
+        self.emulator.weak = config.getoption("--emulate-weak")
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Keep what is marked `gpu` or runs where kernels do (`device`), of each test as many forms as are wanted."""

@@ -17,4 +17,5 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--emulate", choices=AMD, help="run the kernels' GPU tests on an emulator of this chip")
     group.addoption("--emulate-sample", type=int, metavar="N", help="at most N forms of each test, evenly spread")
     group.addoption("--emulate-limit", type=int, default=60, metavar="S", help="seconds of CPU time for a test")
+    group.addoption("--emulate-weak", action="store_true", help="in the weakest memory that the chip may have")
     group.addoption("--emulate-results", type=Path, metavar="FILE", help="append a line of JSON for each test")

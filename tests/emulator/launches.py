@@ -52,12 +52,14 @@ class Emulator:
     Args:
         chip: of `chips.CHIPS`.
         weak: whether memory is the weakest that the chip may have; waves run one at a time then.
+        alone: whether waves run one at a time in any case, to the next barrier.
         change: of every kernel's assembly.
         seed: of the order of workgroups and waves.
     """
 
     chip: str
     weak: bool = False
+    alone: bool = False
     change: Change = lambda text: text
     seed: int = 0
     record: Callable[[Recorded], None] | None = None
@@ -90,9 +92,11 @@ class Emulator:
         memory = self._memory(tensors, program.listing.arguments_size)
         tensors.write(memory, program, call.grid, threads)
         kept = tensors.copies() if self.record is not None and not tensors.has_tables else None
+        # in a weak memory each launch has another order
+        order = Order(self.seed + self.weak * len(self.executed), alone=self.weak or self.alone)
         kernel = call.metadata.name.strip("_").removesuffix("_kernel")
         try:
-            count = program.run(call.grid, threads, memory, call.metadata.shared, Order(self.seed, alone=self.weak))
+            count = program.run(call.grid, threads, memory, call.metadata.shared, order)
         except Fault as fault:
             fault.where = f"{kernel} of {call.grid} workgroups of {threads} threads on {self.chip}"
             raise

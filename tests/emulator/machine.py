@@ -58,7 +58,8 @@ class Order:
 
     seed: int = 0
     alone: bool = False
-    """One wave at a time, to the next barrier: for a weak memory."""
+    """One wave at a time, to the next barrier: for a weak memory. Of even seeds one workgroup after the other, of odd
+    ones several, which others overtake behind an atomic operation too."""
 
 
 class Program:
@@ -105,12 +106,12 @@ class Program:
         chance = random.Random(order.seed)
         chance.shuffle(groups)
         waves = threads // 64
-        size = 1 if order.alone else max(IN_STEP // waves, 1)
+        size = 1 if order.alone and order.seed % 2 == 0 else max(IN_STEP // waves, 1)
         done = 0
         with np.errstate(all="ignore"):
-            for number, begin in enumerate(range(0, len(groups), size)):
+            for begin in range(0, len(groups), size):
                 batch = _Batch(
-                    self, groups[begin : begin + size], waves, memory, max(shared, self.listing.shared), number
+                    self, groups[begin : begin + size], waves, memory, max(shared, self.listing.shared), begin
                 )
                 done += batch.run(chance if order.alone else None)
                 self.undecided += batch.lds.undecided
@@ -144,13 +145,18 @@ class _Batch:
                 whole.put(number, np.array([place[axis] for place in groups], U32)[group])
                 number += 1
         whole.vector[0] = (LANE + 64 * place[:, None]).astype(U32)
-        self.start, self.waves = whole, waves
+        self.start, self.alone = whole, False
 
     def run(self, chance: random.Random | None) -> int:
         """Run to the end; with `chance` one wave at a time, in a random order."""
+        self.alone = chance is not None
         gangs = [self.start]
         if chance is not None:
-            gangs = [self.start.part(self.start.place == place) for place in range(self.waves)]
+            gangs = []
+            for group, place in zip(self.start.group, self.start.place, strict=True):
+                gang = self.start.part((self.start.group == group) & (self.start.place == place))
+                gang.die = self.start.die + int(group)
+                gangs.append(gang)
         done = 0
         while gangs:
             gangs, count = self._to_barrier(gangs, chance)
@@ -205,6 +211,11 @@ class _Batch:
                     reached.add(pc)
                 pc += 1
                 if result is not None:
+                    if result == "atomic":
+                        if not self.alone:
+                            continue
+                        gang.pc = pc
+                        return [gang], count * gang.count
                     if not isinstance(result, tuple):
                         return result, count * gang.count
                     target, taken = result

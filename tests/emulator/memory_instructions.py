@@ -43,7 +43,7 @@ def memory_instruction(one: Instruction) -> Run:
         UnknownInstruction: nobody has said what it does.
     """
     if one.name == "buffer_wbl2":
-        return (lambda waves: waves.memory.write_back(waves)) if "sc1" in one.modifiers else _nothing
+        return _write_back if "sc1" in one.modifiers else _nothing
     if one.name == "buffer_inv":
         return (lambda waves: waves.memory.invalidate(waves)) if "sc1" in one.modifiers else _nothing
     if one.name in ("buffer_wbinvl1", "buffer_wbinvl1_vol"):
@@ -60,6 +60,10 @@ def memory_instruction(one: Instruction) -> Run:
     if match[2] == "store":
         return _store(one, match[1], match[4])
     return _load(one, match[1], match[4], bool(match[3]) or "lds" in one.modifiers)
+
+
+def _write_back(waves: Waves) -> None:
+    waves.counters.issue_vector(Flight(land=waves.memory.write_back(waves)))
 
 
 def _nothing(waves: Waves) -> None:
@@ -170,7 +174,7 @@ def _atomic(one: Instruction, kind: str, what: str) -> Run:
     to, (lane, data, base) = operands[0].number, operands[1:] if returns else one.operands
     where, operation = _global(one, [lane, base]), _ATOMIC[what]
 
-    def run(waves: Waves) -> None:
+    def run(waves: Waves) -> str:
         address, _ = where(waves)
         found = np.zeros((waves.count, 64), U32)
         for wave, lane_number in np.argwhere(waves.on):
@@ -182,6 +186,7 @@ def _atomic(one: Instruction, kind: str, what: str) -> Run:
         if returns:
             waves.write(to, found)
         waves.counters.issue_vector(Flight(frozenset([to]) if returns else frozenset()))
+        return "atomic"
 
     return run
 

@@ -64,6 +64,17 @@ def test_kernel(kernel: str) -> None:
     assert kernel in results[chosen[kernel]]["kernels"]
 
 
+def test_programs_that_count_themselves_in_the_weakest_memory() -> None:
+    """Stores in flight and stale lines, as `device_memory.WeakMemory` has them, beside the kernels' references."""
+    strong, _ = sample()
+    tests = [one["test"] for one in strong.values() if one["counting"]]
+    results, said = emulate("gfx942", tests, "--emulate-weak")
+    assert {one["outcome"] for one in results} == {"passed"}, said
+    counting = {kernel for one in results for kernel in one["counting"]}
+    assert counting == {kernel for one in strong.values() for kernel in one["counting"]}
+    assert len(counting) >= 8
+
+
 def test_more_turns_than_a_ring_has_slots() -> None:
     """On MI350, for which Triton 3.8 let programs leave their LDS where a loop counted in int64."""
     results, said = emulate("gfx950", [RINGS])
