@@ -18,7 +18,6 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from hf_rewrite_runtime.device import elementary
-
 from rewrite.finite import ring
 
 _Handle = interpreter.TensorHandle
