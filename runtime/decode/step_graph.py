@@ -129,6 +129,8 @@ class DecodeGraph:
         self.prompts = PromptGraphs(model, self.call.accepted, self.captures)
         self.kernels = KernelsAhead(self.call, self.prompts, self.captures)
         self.validator = Validator(self.call, self.kernels)
+        self.has_read = False
+        """Whether a prompt was read, and the model is known by what it was after that."""
 
     def __del__(self) -> None:
         # A cache and its layers refer to each other: without this, memory waits for the cycle collector.

@@ -105,18 +105,23 @@ class CallGraphs:
             raise self.refuse(graph, "step_not_capturable", key, error) from error
 
     @contextlib.contextmanager
-    def refusing(self, graph: DecodeGraph) -> Iterator[None]:
+    def refusing(self, graph: DecodeGraph, steps: bool = True) -> Iterator[None]:
         """Remember what a block finds out of a step that cannot be captured.
+
+        Args:
+            graph: of the step.
+            steps: whether one follows the prompt; the model is then known by what it is after a first one.
 
         Raises:
             Unsupported: in place of that.
         """
-        is_new = not graph.validator.has_proved
+        is_new = not graph.validator.has_proved and (steps or not graph.has_read)
         before: Any = None
         if is_new:
             before = Before(self._model, [], keeps=True)
         try:
             yield
+            graph.has_read = True
         except StepRefused as error:
             raise self._refused_step(graph, error, before) from error
         except OtherContents as error:

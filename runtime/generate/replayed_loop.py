@@ -89,9 +89,10 @@ class ReplayedModel:
         returned = self._call.config.return_dict_in_generate and self._output.has_states_alone(graph)
         if graph.carried and (returned or self._reason == BEAMS):
             raise Unsupported(self._reason)
-        with self._graphs.refusing(graph):
+        steps = self._call.steps > 1
+        with self._graphs.refusing(graph, steps):
             logits = self._prompt.read(graph)
-            if self._call.steps > 1:
+            if steps:
                 graph.prove(logits.argmax(-1))
                 self._program = self._graphs.program(graph)
         self._graph = graph

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from test_generation import GPU, MODELS, loops, pair, prompt, run, same
+from test_replayed_loop import MOE
 from torch import nn
 
 from hf_rewrite_runtime.generate import generation
@@ -16,7 +17,7 @@ MODES = {"all": lambda model: model.train(), "a layer": lambda model: model.mode
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", MOE])
 def test_without_dropout_it_decodes_as_in_evaluation(name, mode):
     model, original = pair(name)
     for seed in (0, 1):
@@ -26,6 +27,12 @@ def test_without_dropout_it_decodes_as_in_evaluation(name, mode):
         same(*(run(one, prompt(seed=seed), do_sample=True) for one in (model, original)))
         assert loops(model) == []
         assert [module.training for module in model.modules()] == flags
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA or ROCm device")
+def test_a_captured_step_of_training():
+    test_without_dropout_it_decodes_as_in_evaluation("llama", "all")
 
 
 class Drops(nn.Module):
@@ -124,7 +131,7 @@ def mixed(model):
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_mixed_precision_of_weights_in_its_dtype(name):
     plain, model = pair(name, torch.bfloat16)[0], mixed(pair(name, torch.bfloat16)[0])
-    wrapped = vars(model)["forward"]
+    wrapped, model.starts_plainly, plain.starts_plainly = vars(model)["forward"], False, False
     for seed in (0, 1):
         mine, theirs = (run(one, prompt(seed=seed), do_sample=False, output_logits=True)[0] for one in (model, plain))
         assert torch.equal(mine.sequences, theirs.sequences)
