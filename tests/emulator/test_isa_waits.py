@@ -170,7 +170,9 @@ def test_the_last_of_several_programs(seed: int) -> None:
     ("buffer_wbl2 sc1", "buffer_inv sc1"), ("s_waitcnt vmcnt(0)", "buffer_inv sc1"), (PUBLISHED, ""),
     (PUBLISHED.replace("sc1", "sc0"), "buffer_inv sc1"),
     ("s_waitcnt vmcnt(0)\n	buffer_wbl2 sc1", "buffer_inv sc1"),
-], ids=["stores in flight", "no write-back", "stale lines", "a write-back of a workgroup", "a write-back on its way"])  # fmt: skip
+], ids=[
+    "stores in flight", "no write-back", "stale lines", "a write-back of a workgroup", "a write-back on its way",
+])  # fmt: skip
 def test_parts_that_are_not_there_yet(published: str, fresh: str) -> None:
     found = [run(COUNT.format(published=published, fresh=fresh), groups=4, weak=True, seed=seed) for seed in range(8)]
     assert any(list(one[64:68]) != [77, 81, 85, 89] for one in found)
