@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -108,7 +109,10 @@ class GraphGeneration(GenerationMixin):
         reason: str | None = BEAMS
         if not arguments and may_reorder(self):
             with backend.Inside(self):
-                generated, reason = self._generated(Call.of_keywords(input_ids, keywords), beams=True)
+                call = Call.of_keywords(input_ids, keywords)
+                inputs = with_cache(self, call.model_kwargs)
+                call = replace(call, model_kwargs=inputs, made_cache=inputs is not call.model_kwargs)
+                generated, reason = self._generated(call, beams=True)
         if reason is None:
             backend.forget_reason("generate", self)
             return generated

@@ -113,14 +113,19 @@ def test_dropout_that_is_set_later():
 
 
 def test_checkpointing():
-    """Some releases of transformers keep no cache then, without gradients too."""
+    """Some releases of transformers keep no cache then, without gradients too, and fail behind the prompt."""
     model, original = pair()
     for one in (model, original):
         one.gradient_checkpointing_enable()
         one.train()
-    arguments = {"do_sample": False, "max_new_tokens": 5}
-    mine, theirs = (one.generate(**prompt(), **arguments) for one in (model, original))
-    assert torch.equal(mine, theirs)
+
+    def said(one):
+        try:
+            return one.generate(**prompt(), do_sample=False, max_new_tokens=5).tolist()
+        except RuntimeError as error:
+            return str(error)
+
+    assert said(model) == said(original)
     assert loops(model) in ([], ["training"])
 
 
