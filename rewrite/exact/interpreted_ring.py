@@ -59,7 +59,8 @@ def _patched_once(before: Callable[..., Any]) -> Callable[..., Any]:
         if id(function.__globals__) not in done:
             done.add(id(function.__globals__))
             before(function)
-        return interpreter._LangPatchScope()
+        scope = getattr(interpreter, "_LangPatchScope", None)  # what Triton 3.4 changes stays so by itself
+        return None if scope is None else scope()
 
     return run
 

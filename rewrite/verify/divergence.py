@@ -29,6 +29,10 @@ class Seen(NamedTuple):
     outputs: Sequence[Any] = ()
 
 
+PADDED = "prefill, right padding"
+"""The scenario that is nearest to what is computed in a finite ring."""
+
+
 def first_divergence(bench: Workbench, failed: str) -> Divergence | None:
     """Re-run the scenario that a failed check names, hooking one module at a time.
 

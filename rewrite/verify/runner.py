@@ -21,7 +21,7 @@ from rewrite.errors import SourceDoesNotImport
 from .isolation import CleanImport
 from .judging.checks import CheckRun, Done, Progress, describe, one_by_one, run_gate
 from .judging.compare import DoesNotRun
-from .judging.verdict import IMPORTS, ITSELF, Divergence, Figure, Gate, Options, Verdict
+from .judging.verdict import IMPORTS, ITSELF, POLYNOMIALS, Divergence, Figure, Gate, Options, Verdict
 from .judging.watchdog import Hung, of_original, watched
 from .line_coverage import Reach
 from .models import loaded_sides
@@ -232,15 +232,19 @@ class _Run:
 
     def _divergence(self, gate: Gate) -> Divergence | None:
         against = (check for check in gate.failures if not check.name.startswith(ITSELF))
-        differs = next((check for check in against if check.failure != "raised"), None)
+        found = sorted(
+            (check for check in against if check.failure != "raised"), key=lambda one: one.name == POLYNOMIALS
+        )
+        differs = found[0] if found else None
         if self.bench is None or differs is None or gate.name not in ("parity", "generation"):
             return None
-        from .divergence import first_divergence
+        from .divergence import PADDED, first_divergence
 
         self.progress("looking for the first module that differs")
         try:
             with watched():
-                return first_divergence(self.bench, differs.name)
+                padded = differs.name == POLYNOMIALS and self.bench.subject.accepts("attention_mask")
+                return first_divergence(self.bench, f"{differs.name}: {PADDED}" if padded else differs.name)
         except Hung:  # with a hook on a module it may go another way than in the check
             return None
 

@@ -11,8 +11,6 @@ from ..exact_launch import Arguments, Reference
 from .of_norms import slope
 from .reference_stages import Outputs, activated, rms, scaled_codes
 
-_PRIMES = (3, 7, 1, 5)
-
 
 def _index(a: Arguments) -> Tensor:
     """Choose experts of which each token takes others; some are not here where only a share of them is."""
