@@ -169,7 +169,7 @@ class _Batch:
         return done
 
     def _interleaved(self, gangs: list[Waves], chance: random.Random) -> int:
-        """Run waves in a random order, each to its next barrier; some halt behind an atomic operation, the first last."""
+        """Run waves in a random order, each to its next barrier; some halt behind an atomic operation."""
         ready, halted, done = gangs, [], 0
         alive = Counter(int(gang.group[0]) for gang in gangs)
         arrived: dict[int, list[Waves]] = {group: [] for group in alive}
