@@ -217,7 +217,8 @@ def plant(
         sites = places(program.listing, program.reached, change)
         for number, line in chance.sample(sites, min(each, len(sites))):
             text = changed(program.listing, number, line)
-            yield _judged(emulator, recorded, text, name, program.listing.instructions[number].text)
+            one = program.listing.instructions[number]
+            yield _judged(emulator, recorded, text, name, f"line {one.line}, {one.text}")
     if re.search("v_cvt_.*[fb][fp]8", recorded.call.text) and "a wait removed" in changes and not emulator.weak:
         other = {"gfx942": "gfx950", "gfx950": "gfx942"}.get(emulator.chip, emulator.chip)
         text = recorded.call.text.replace(f"amdhsa--{emulator.chip}", f"amdhsa--{other}")

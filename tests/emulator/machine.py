@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,33 +158,49 @@ class _Batch:
                 gang = self.start.part((self.start.group == group) & (self.start.place == place))
                 gang.die = self.start.die + int(group)
                 gangs.append(gang)
+            return self._interleaved(gangs, chance)
         done = 0
         while gangs:
-            gangs, count = self._to_barrier(gangs, chance)
+            gangs, count = self._to_barrier(gangs)
             done += count
-            marks = [
-                mark for gang in gangs for place in gang.counters.local for flight in place for mark in flight.marks
-            ]
-            self.lds.barrier(marks)
+            self.lds.barrier(_marks(gangs))
             if done > MOST:
                 raise Fault("it does not end")
         return done
 
-    def _to_barrier(self, gangs: list[Waves], chance: random.Random | None) -> tuple[list[Waves], int]:
+    def _interleaved(self, gangs: list[Waves], chance: random.Random) -> int:
+        """Run waves in a random order, each to its next barrier; some halt behind an atomic operation."""
+        ready, halted, done = gangs, [], 0
+        alive = Counter(int(gang.group[0]) for gang in gangs)
+        arrived: dict[int, list[Waves]] = {group: [] for group in alive}
+        while ready or halted:
+            gang = ready.pop(chance.randrange(len(ready))) if ready else halted.pop()
+            group = int(gang.group[0])
+            outcome, count = self._step(gang, set())
+            done += count
+            if outcome == "barrier":
+                arrived[group].append(gang)
+            elif outcome == "end":
+                alive[group] -= 1
+            else:
+                (halted if chance.random() < 0.5 else ready).extend(outcome)
+            if arrived[group] and len(arrived[group]) == alive[group]:
+                self.lds.barrier(_marks(arrived[group]), group)
+                ready += arrived[group]
+                arrived[group] = []
+            if done > MOST:
+                raise Fault("it does not end")
+        return done
+
+    def _to_barrier(self, gangs: list[Waves]) -> tuple[list[Waves], int]:
         """Run all waves to their next barrier or the end; return those that are not at the end."""
         ready, arrived, done = list(gangs), [], 0
         while ready:
-            if chance is not None:
-                gang = ready.pop(chance.randrange(len(ready)))
-            else:
-                ready.sort(key=lambda one: one.pc)  # waves ahead wait for those behind, and meet them
-                gang = ready.pop(0)
-                met = [one for one in ready if one.pc == gang.pc]
-                if met:
-                    ready = [one for one in ready if one.pc != gang.pc]
-                    gang = joined([gang, *met])
-            ahead = {one.pc for one in ready} if chance is None else set()
-            outcome, count = self._step(gang, ahead)
+            ready.sort(key=lambda one: one.pc)  # waves ahead wait for those behind, and meet them
+            met = [one for one in ready if one.pc == ready[0].pc]
+            ready = ready[len(met) :]
+            gang = joined(met) if len(met) > 1 else met[0]
+            outcome, count = self._step(gang, {one.pc for one in ready})
             done += count
             if outcome == "barrier":
                 arrived.append(gang)
@@ -234,3 +251,8 @@ class _Batch:
             if fault.instruction is None:
                 fault.instruction = f"line {instructions[pc].line}, {instructions[pc].text}"
             raise
+
+
+def _marks(gangs: Sequence[Waves]) -> list[Any]:
+    """Return the accesses to LDS that waves at a barrier have not waited for."""
+    return [mark for gang in gangs for place in gang.counters.local for flight in place for mark in flight.marks]

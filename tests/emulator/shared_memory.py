@@ -122,12 +122,13 @@ class Shared:
         if self._flights and self.coming[at].any():
             raise Fault("LDS into which a load is on its way")
 
-    def barrier(self, marks: list[Mark]) -> None:
-        """Let every wave see what all have done, except for `marks`: accesses that nobody waited for."""
+    def barrier(self, marks: list[Mark], group: int | None = None) -> None:
+        """Let every wave (of a workgroup) see what all have done, but for `marks`: accesses that nobody waited for."""
         if self._touched:
-            self.wrote[:] = 0
-            self.read[:] = 0
-            self._touched = False
+            where = slice(None) if group is None else slice(group * self._room, (group + 1) * self._room)
+            self.wrote[where] = 0
+            self.read[where] = 0
+            self._touched = group is not None
         for kind, at, own in marks:
             getattr(self, kind)[at] |= own
             self._touched = True
