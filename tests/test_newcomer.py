@@ -21,7 +21,7 @@ OPERATOR = "runtime/attention/norm_rotary.py"
 TRANSFORM = "transforms/fuse_norm_rotary.py"
 CASES = "fixtures/transforms/fuse_norm_rotary"
 COPIED = (".links", "rewrite", "runtime", "transforms", "docs", "fixtures", "README.md", "pyproject.toml")
-TESTS = ("conftest.py", "test_golden.py", "tolerances.py")
+TESTS = ("conftest.py", "emulator/__init__.py", "emulator/emulation_options.py", "test_golden.py", "tolerances.py")
 BEFORE = '    Offer("qkv_step", "rope/qkv_step"'
 OFFER = '''    Offer(
         "norm_rotary",
@@ -82,7 +82,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, folder / name)
-    (folder / "tests").mkdir()
+    (folder / "tests" / "emulator").mkdir(parents=True)
     for name in TESTS:
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copytree(NEWCOMER, folder, dirs_exist_ok=True)

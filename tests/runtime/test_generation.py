@@ -24,6 +24,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LogitsProcessor,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedTokenizerFast,
@@ -32,6 +33,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     StaticCache,
+    StoppingCriteria,
 )
 from transformers.cache_utils import DynamicLayer
 
@@ -45,7 +47,16 @@ from hf_rewrite_runtime.decode.eligibility import recomputes_at_switch
 from hf_rewrite_runtime.decode.graph_cache import release_graphs, store_of
 from hf_rewrite_runtime.decode.step_buffers import UnknownCache
 from hf_rewrite_runtime.decode.step_graph import DecodeGraph
-from hf_rewrite_runtime.generate import call_graphs, call_prefill, decode_loop, drafting, generation, loop_reasons
+from hf_rewrite_runtime.generate import (
+    call_graphs,
+    call_prefill,
+    decode_loop,
+    drafting,
+    generation,
+    loop_reasons,
+    neutral_modes,
+    replayed_loop,
+)
 from hf_rewrite_runtime.generate.generation import GraphGeneration
 from hf_rewrite_runtime.tensor_parallel import shards
 
@@ -517,6 +528,16 @@ def test_a_model_with_cross_attention_gives_its_cache_back_as_the_original_does(
         assert ours.get_seq_length() == others.get_seq_length()
 
 
+class Doubled(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores * 2
+
+
+class Never(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
 def with_holes(inputs):
     inputs["attention_mask"][0, 5] = 0
     return inputs
@@ -752,7 +773,7 @@ def test_a_configuration_without_a_number_of_layers_has_no_graph(monkeypatch):
 
 def test_every_reason_is_used():
     of_calls = (eligibility, generation, graph_cache, rank_agreement, shards, recorded_inputs)
-    found_out = (call_graphs, call_prefill, drafting, decode_loop, validation)
+    found_out = (call_graphs, call_prefill, drafting, decode_loop, neutral_modes, replayed_loop, validation)
     text = "".join(inspect.getsource(module) for module in (*of_calls, *found_out))
     assert all(f'"{reason}"' in text for reason in loop_reasons.REASONS)
     named = set(re.findall(r'(?:Unsupported\(|refuse\(graph, |reason = |"generate", )"(\w+)"', text))

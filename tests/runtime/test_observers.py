@@ -273,10 +273,10 @@ def test_reasons_are_of_the_present(models: tuple[Any, Any]) -> None:
     handle.remove()
     assert "" not in explain(models[0]).modules
     assert taken(models)
-    models[0].train()
+    models[0].train().model.layers[0].self_attn.attention_dropout = 0.5
     models[0].generate(torch.ones(1, 3, dtype=torch.int64, device=models[0].device), max_new_tokens=3)
     assert explain(models[0]).modules[""] == "generate: training"
-    models[0].eval()
+    models[0].eval().model.layers[0].self_attn.attention_dropout = 0.0
     assert taken(models)
     assert "" not in explain(models[0]).modules
 
