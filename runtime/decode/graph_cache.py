@@ -66,8 +66,8 @@ class GraphStore:
         """Whether the model was seen to give a growing cache back as it was given one."""
         self.fits = False
         """Whether the modules, as they are now, were looked through, and nothing about them speaks against a graph."""
-        self.modes_alike: bool | None = None
-        """Whether the model decodes under the modes that it is in as without (`neutral_modes`); None if not tried."""
+        self.modes_alike: dict[Hashable, bool] = {}
+        """Whether the model decodes under modes as without (`neutral_modes`), by those that were tried."""
         self._fused: bool | None = None
 
     @contextlib.contextmanager
@@ -162,7 +162,7 @@ class GraphStore:
     def _know(self, model: nn.Module) -> None:
         """Know the model by what it is now."""
         self._snapshot, self._fused, self.fits = Snapshot(model, self._left), None, False
-        self.modes_alike = None
+        self.modes_alike = {}
 
     def settle(self, model: nn.Module, graph: DecodeGraph) -> None:
         """Know the model by what it is after a first step, whether that was taken or refused.

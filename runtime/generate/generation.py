@@ -170,9 +170,9 @@ class GraphGeneration(GenerationMixin):
                 store.fits = True
                 if (reason := store.refuses_code(call.cache)) is not None:
                     return None, reason
-                if modes and store.modes_alike is None:
-                    store.modes_alike = decodes_alike(self, call, modes)
-                if modes and not store.modes_alike:
+                if modes and modes.key not in store.modes_alike:
+                    store.modes_alike[modes.key] = decodes_alike(self, call, modes)
+                if modes and not store.modes_alike[modes.key]:
                     return None, modes.reason
                 drawn = random_states(call.input_ids.device)
                 try:
@@ -194,12 +194,13 @@ class GraphGeneration(GenerationMixin):
         Raises:
             Unsupported: before anything was generated, if the graph's loop cannot take the call.
         """
-        sampling = sampling_of(call, lookup)
-        reason = host_reason(call) or ("logits_processor" if sampling is None else None)
-        if sampling is None or reason is not None:
+        reason = host_reason(call)
+        sampling = sampling_of(call, lookup) if reason is None else None
+        if sampling is None:
+            reason = reason or "logits_processor"
             if lookup is not None or plan.ranks is not None:
-                raise Unsupported(str(reason))
-            return ReplayedModel(self, call, store, plan, str(reason)).run(GenerationMixin._sample), None
+                raise Unsupported(reason)
+            return ReplayedModel(self, call, store, plan, reason).run(GenerationMixin._sample), None
         generation = DecodeLoop(self, call, store, plan, sampling)
         if assistant is not None:
             with store_of(assistant).claimed(assistant) as theirs:

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import inspect
 import random
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +38,11 @@ class Modes:
 
     def __bool__(self) -> bool:
         return bool(self._training) or self._forward is not None
+
+    @property
+    def key(self) -> Hashable:
+        """Which they are, for as long as the modules are the same."""
+        return tuple(map(id, self._training)), self._forward is None
 
     @property
     def reason(self) -> str:

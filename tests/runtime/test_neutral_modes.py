@@ -112,6 +112,20 @@ def test_dropout_that_is_set_later():
         assert loops(model) == wanted[probability]
 
 
+def test_modes_that_were_tried_say_nothing_of_others():
+    """A new module is in training mode for good, as an edit leaves it: then all of them are, with dropout."""
+    model, original = pair()
+    for one in (model, original):
+        one.model.layers[1].self_attn.attention_dropout = 0.3
+        one.model.norm.train()
+    same(*(run(one, prompt(), do_sample=False) for one in (model, original)))
+    assert loops(model) == []
+    for one in (model, original):
+        one.train()
+    same(*(run(one, prompt(), do_sample=False) for one in (model, original)), logits=False)
+    assert loops(model) == ["training"]
+
+
 def test_checkpointing():
     """Some releases of transformers keep no cache then, without gradients too, and fail behind the prompt."""
     model, original = pair()
