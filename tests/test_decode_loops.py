@@ -157,11 +157,6 @@ class Windowed(Base, GraphGeneration):
     pass
 
 
-@grows_in_layers(Tracks, add_small=("small", 1))
-class Unpadded(Base, GraphGeneration):
-    pass
-
-
 class Adds(Text):
     def generate(self, sound, language=None, **kwargs):
         if language is None:
@@ -294,7 +289,6 @@ def test_a_generate_of_a_class_s_own_may_leave_the_loop_to_another() -> None:
     said = with_loops(Rewritten(PARTS, reports), [TRANSFORMS["static_cache"]]).decode_loops
     assert said["Text"] == said["Adds"] == said["AddsInEveryWay"] == said["MayWantStates"] == "yes"
     assert said["Windowed"] == "yes, for texts that a sliding window of its cache holds"
-    assert said["Unpadded"] == "yes, for rows without padding"
     assert said["AddsInOneWay"] == said["AddsInALoop"] == "yes, as far as its own `generate` leaves the loop to it"
     assert said["WantsStates"].startswith("no: its `generate` asks for the hidden states of every token")
     assert said["WantsStatesByName"] == "yes, that of its `voice` (Text)"

@@ -74,8 +74,6 @@ def _with_loop(own: ast.FunctionDef | None, owner: ast.ClassDef) -> str:
     marks = [ast.unparse(decorator).partition("(")[0] for decorator in owner.decorator_list]
     if "within_window" in marks:
         told.append("for texts that a sliding window of its cache holds")
-    if "grows_in_layers" in marks:
-        told.append("for rows without padding")
     if own is not None and not always_hands_up(own):
         told.append("as far as its own `generate` leaves the loop to it")
     return ", ".join([YES, *told])

@@ -14,7 +14,6 @@ from typing import Any
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from . import states
-from .extra_tensors import grown_by
 from .layer_factory import has_like
 from .layers import INDEXED
 from .nested_tensors import _OF_THE_LOOP, _PLAIN
@@ -38,8 +37,7 @@ _RECORDS = "record_past"
 def is_known(cache: Any) -> bool:
     """Return whether a growing cache holds nothing else than what is carried over, and its code is its class's own.
 
-    So with both caches of one that also holds what an encoder found. What a class of a model's file has beside
-    transformers' fields is for `own` to know.
+    So with both caches of one that also holds what an encoder found.
     """
     if isinstance(cache, EncoderDecoderCache):
         both = cache.self_attention_cache, cache.cross_attention_cache
@@ -73,7 +71,7 @@ def _is_as_new(layer: Any) -> bool:
     held = vars(layer)
     if held.keys() <= _carried(kind):
         return True
-    rest = held.keys() - _carried(kind) - {attribute for attribute, _ in (grown_by(kind) or {}).values()}
+    rest = held.keys() - _carried(kind)
     new = _new(kind, *((name, held[name]) for name in _arguments(kind) if name in held))
     return new is not None and all(_is_equal(held[name], vars(new).get(name, held)) for name in rest)
 

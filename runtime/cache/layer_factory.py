@@ -9,7 +9,6 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from . import states
-from .extra_tensors import GrownLayer, grown_by
 from .layers import INDEXED, IndexedLayer, PreallocatedLayer, choose_rows
 
 if TYPE_CHECKING:
@@ -60,11 +59,7 @@ if states.LAYER is not None:
 
 def has_like(kind: type) -> bool:
     """Return whether a class of layers of transformers' growing cache has its like here."""
-    if kind in _STATEFUL:
-        return True
-    if kind is INDEXED:
-        return True
-    return kind in (*_GROWING, _DUMMY) or grown_by(kind) is not None
+    return kind in (*_STATEFUL, *_GROWING, INDEXED, _DUMMY)
 
 
 def layer_like(layer: Any, cache: PreallocatedCache) -> Any:
@@ -77,8 +72,6 @@ def layer_like(layer: Any, cache: PreallocatedCache) -> Any:
         return HybridLayer(cache, layer.number_of_states) if hybrid else StateLayer(layer.number_of_states)
     if kind is INDEXED:
         return IndexedLayer(cache)
-    if (grown := grown_by(kind)) is not None:
-        return GrownLayer(cache, grown)
     return layer if kind is _DUMMY else PreallocatedLayer(cache)
 
 
@@ -86,9 +79,7 @@ def is_like(mine: Any, theirs: Any) -> bool:
     """Return whether a layer here stands for one of a growing cache; None for one that is not there yet."""
     if states.is_stateful(mine) != states.is_stateful(theirs):
         return False
-    if INDEXED is not None and isinstance(mine, IndexedLayer) != isinstance(theirs, INDEXED):
-        return False
-    return isinstance(mine, GrownLayer) == (grown_by(type(theirs)) is not None)
+    return INDEXED is None or isinstance(mine, IndexedLayer) == isinstance(theirs, INDEXED)
 
 
 _GROWING = (DynamicLayer, DynamicSlidingWindowLayer)

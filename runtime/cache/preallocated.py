@@ -95,11 +95,6 @@ class PreallocatedCache(Cache):
         return self.batch_size_
 
     @property
-    def knows_length(self) -> bool:
-        """Whether a model that asks a growing cache for the number of tokens is told it."""
-        return True
-
-    @property
     def length(self) -> int:
         """Number of tokens before the next one, as far as the host knows."""
         layers = self.attention_layers

@@ -31,9 +31,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from ..cache import cache_argument, states
-from ..cache.custom_cache import made_by, own_cache_of, own_tensors
 from ..cache.fields import is_known, is_whole
-from ..cache.nested_tensors import UnknownState
 from ..core import backend
 from ..core.process import is_watched
 from ..core.sharded_models import is_local
@@ -362,17 +360,17 @@ def _unfit_inputs(model: Any, call: Call) -> str | None:
 
 def _unfit_cache(model: Any, call: Call) -> str | None:
     cache, batch = call.cache, call.input_ids.shape[0]
-    kind, own = class_of_states(model), own_cache_of(model)
+    kind = class_of_states(model)
     if argument_of_states(model) and (cache is None or (type(cache) is DynamicCache and not length_of(cache))):
         return None  # nothing is in it
     if kind is not None and isinstance(cache, kind):
         return None  # it goes to the model as it is
     given = call.inputs.get(call.cache_name)
-    if type(cache) is not (own or DynamicCache) or not is_known(given):
+    if type(cache) is not DynamicCache or not is_known(given):
         return "cache_kind"
     if isinstance(given, EncoderDecoderCache) and not knows_both(model):
         return "cache_kind"
-    if not cache.layers and carries(model) and own is None:
+    if not cache.layers and carries(model):
         return "cache_kind"  # its first layer would be one that the model does not write
     if any(getattr(layer, "sliding_window", None) == 1 for layer in cache.layers):
         return "cache_kind"  # of nothing: transformers' keeps all (`keys[:, :, -0:]`)
@@ -380,13 +378,6 @@ def _unfit_cache(model: Any, call: Call) -> str | None:
     lengths = {layer.get_seq_length() for layer in layers}
     held = [tensor for layer in layers if layer.keys is not None for tensor in (layer.keys, layer.values)]
     held += states.tensors(cache.layers)
-    if own is not None:
-        try:
-            elsewhere = any(tensor.device != model.device for tensor in own_tensors(cache))
-        except UnknownState:
-            return "cache_kind"
-        if elsewhere or cache.get_seq_length() != length_of(cache):
-            return "cache_contents"
     rows = {len(tensor) for tensor in held if tensor.numel()}
     if len(lengths - {0}) > 1 or rows - {batch} or not all(map(is_whole, layers)):
         return "cache_contents"
@@ -445,16 +436,7 @@ def keeps_cache(call: Call) -> bool:
 
 
 def with_cache(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs with a growing cache where transformers leaves it to the model to make one.
-
-    It does where that is of a class of the model's own, and for every model in release 5.0.
-    """
-    if (own := own_cache_of(model)) is not None:
-        missing = model_kwargs.get("use_cache") and all(
-            model_kwargs.get(name) is None for name in cache_argument.NAMES
-        )
-        made = made_by(own) if missing else None
-        return model_kwargs if made is None else {**model_kwargs, cache_argument.passed_on(): made}
+    """Return the inputs with a growing cache where transformers leaves it to the model to make one (release 5.0)."""
     wanted = makes_cache_position(model) and model_kwargs.get("use_cache") and model._supports_default_dynamic_cache()
     if not wanted or model_kwargs.get(cache_argument.passed_on()) is not None:
         return model_kwargs

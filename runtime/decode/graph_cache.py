@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from ..cache.custom_cache import own_cache_of
 from ..core import backend
 from ..core.process import settings
 from ..core.sharded_models import is_local
@@ -221,7 +220,7 @@ def release_graphs(model: nn.Module) -> None:
 
 def _has_layers(graph: DecodeGraph, model: Any, like: DynamicCache) -> bool:
     """Return whether a graph's cache has as many layers as a call's."""
-    if argument_of_states(model) or own_cache_of(model):
+    if argument_of_states(model):
         return True
     layers = like.layers or DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return len(graph.cache.layers) == len(layers)

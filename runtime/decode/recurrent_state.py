@@ -2,11 +2,10 @@
 
 A module may keep a state on itself: an attribute that each call makes anew from what it was (RecurrentGemma). Or
 `forward` takes states by a name, and gives them back by the same one: in a list (RWKV), or in an object of a class of
-the model's file (xLSTM). Or a cache of such a class keeps them beside its layers (MiniMax, `cache/custom_cache.py`).
-In a step all lie at fixed addresses: the model is given buffers, and what it made of them is copied into them. None
-can go back to an earlier token.
+the model's file (xLSTM, Mamba of transformers 5.4). In a step all lie at fixed addresses: the model is given buffers,
+and what it made of them is copied into them. None can go back to an earlier token.
 
-The classes are marked by `keeps_states`, `hands_on_states` and `keeps_own_cache`.
+The classes are marked by `keeps_states` and `hands_on_states`.
 """
 
 from __future__ import annotations
@@ -15,17 +14,13 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from ..cache.custom_cache import OwnCache, own_cache_of
 from ..cache.nested_tensors import Nested, UnknownState, shares
-
-if TYPE_CHECKING:
-    from ..cache.preallocated import PreallocatedCache
 
 _Class = TypeVar("_Class")
 _Held = TypeVar("_Held")
@@ -70,7 +65,7 @@ def class_of_states(model: Any) -> type | None:
 
 def carries(model: Any) -> bool:
     """Return whether a model carries states beside a cache of transformers', or without one."""
-    return bool(argument_of_states(model) or getattr(model, "_keeps_states", ()) or own_cache_of(model))
+    return bool(argument_of_states(model) or getattr(model, "_keeps_states", ()))
 
 
 def are_handed_on(model: Any) -> bool:
@@ -99,9 +94,6 @@ class NoStates:
 
     def __bool__(self) -> bool:
         return False
-
-    def beside(self, cache: PreallocatedCache) -> None:
-        """Know the cache of the same steps."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -184,12 +176,11 @@ class CarriedStates(NoStates):
     def __init__(self, model: nn.Module):
         super().__init__()
         self._kept = [(weakref.ref(module), name) for module, name in _places(model)]
-        self._cache: weakref.ref[OwnCache] | None = None
         self.argument = argument_of_states(model)
         self.always_outlive = bool(self._kept)
         self._kind = class_of_states(model)
-        self._own = self._form = Nested({})
-        """What the cache keeps beside its layers, and what a step is handed, with the buffers in both."""
+        self._form = Nested([])
+        """What a step is handed, with the buffers in it."""
         self._given = Nested([])
         """What a prompt handed on."""
         self._in_place: list[bool] = []
@@ -198,11 +189,7 @@ class CarriedStates(NoStates):
         """Whether two states of a prompt were one tensor."""
 
     def __bool__(self) -> bool:
-        return bool(self._kept or self.argument or self._cache)
-
-    def beside(self, cache: PreallocatedCache) -> None:
-        """Know the cache of the same steps."""
-        self._cache = weakref.ref(cache) if isinstance(cache, OwnCache) else None
+        return bool(self._kept or self.argument)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -224,15 +211,15 @@ class CarriedStates(NoStates):
         Raises:
             UnknownState: if it has no form that stays, or another one than before.
         """
-        self._given, own = self._handed(outputs), self._beside()
+        self._given = self._handed(outputs)
         values = [*self._values(), *self._given.tensors]
         if not self.buffers and all(isinstance(value, Tensor) for value in values):
-            self._shared = shares([*own.tensors, *self._given.tensors])
+            self._shared = shares(self._given.tensors)
             with torch.inference_mode(False):
                 self.buffers = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in values]
-            self._own, self._form = own, self._given
+            self._form = self._given
             self._refer_to_buffers()
-        self._check(own, self._given)
+        self._check(self._given)
         self._take(values)
 
     def advance(self, outputs: Any) -> None:
@@ -241,12 +228,12 @@ class CarriedStates(NoStates):
         Raises:
             UnknownState: if it is of another form than before.
         """
-        found, own = self._handed(outputs), self._beside()
-        self._check(own, found)
+        found = self._handed(outputs)
+        self._check(found)
         handed = found.tensors
         self._in_place = list(map(_is_same, self._handed_on, handed))
-        if self._shared and any(map(_is_same, self.buffers[len(self._kept) :], [*own.tensors, *handed])):
-            raise UnknownState(found.value or own.value)  # what is written into one of them is not seen in the other
+        if self._shared and any(self._in_place):
+            raise UnknownState(found.value)  # what is written into one of them is not seen in the other
         self._take([*self._values(), *handed])
 
     def _handed(self, outputs: Any) -> Nested:
@@ -256,26 +243,19 @@ class CarriedStates(NoStates):
             raise UnknownState(handed)
         return Nested(handed, self._kind)
 
-    def _beside(self) -> Nested:
-        """Return what the cache keeps beside its layers."""
-        return Nested(_alive(self._cache).own if self._cache is not None else {})
-
-    def _check(self, own: Nested, handed: Nested) -> None:
-        for now, before in ((own, self._own), (handed, self._form)):
-            if now.form != before.form:
-                raise UnknownState(now.value)
+    def _check(self, handed: Nested) -> None:
+        if handed.form != self._form.form:
+            raise UnknownState(handed.value)
 
     def _refer_to_buffers(self) -> None:
-        """Keep the forms with the buffers in them, and no tensor of a prompt's."""
-        start, end = len(self._kept), len(self.buffers) - len(self._form.tensors)
-        self._own = Nested(self._own.filled(self.buffers[start:end]))
-        self._form = Nested(self._form.filled(self.buffers[end:]), self._kind)
+        """Keep the form with the buffers in it, and no tensor of a prompt's."""
+        self._form = Nested(self._form.filled(self._handed_on), self._kind)
 
     def _values(self) -> list[Any]:
-        return [*(getattr(_alive(module), name) for module, name in self._kept), *self._beside().tensors]
+        return [getattr(_alive(module), name) for module, name in self._kept]
 
     def _take(self, values: list[Any]) -> None:
-        """Copy values into the buffers, and let modules and cache keep these."""
+        """Copy values into the buffers, and let modules keep these."""
         if len(values) != len(self.buffers):
             raise UnknownState(values)
         for buffer, value in zip(self.buffers, values, strict=True):
@@ -296,9 +276,6 @@ class CarriedStates(NoStates):
     def _give(self, values: list[Tensor]) -> None:
         for (module, name), value in zip(self._kept, values, strict=False):
             setattr(_alive(module), name, value)
-        if self._cache is not None:
-            start = len(self._kept)
-            _alive(self._cache).own = self._own.filled(values[start : start + len(self._own.tensors)])
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -316,9 +293,9 @@ class CarriedStates(NoStates):
         if not self.buffers:
             with torch.inference_mode(False):
                 self.buffers = [torch.empty_like(buffer) for buffer in other.buffers]
-            self._own, self._form = other._own, other._form
+            self._form = other._form
             self._refer_to_buffers()
-        self._check(other._own, other._form)
+        self._check(other._form)
         self._given, self._in_place, self._shared = other._given, other._in_place, other._shared
         self._take(list(other.buffers))
 
@@ -326,7 +303,7 @@ class CarriedStates(NoStates):
         """Leave modules with states of their own, which no later call writes; return those that are handed on.
 
         A model that writes to what it is given has written to what the prompt handed on, which are the caller's; so
-        is an object that it gives back. What a cache keeps is left to that.
+        is an object that it gives back.
         """
         for (module, name), buffer in zip(self._kept, self.buffers, strict=False):
             setattr(_alive(module), name, buffer.clone())
@@ -339,8 +316,7 @@ class CarriedStates(NoStates):
 
     def free(self) -> None:
         """Give the memory back."""
-        self.buffers, self._given = [], Nested([])
-        self._own = self._form = Nested({})
+        self.buffers, self._given, self._form = [], Nested([]), Nested([])
 
 
 def _alive(reference: weakref.ref[_Held]) -> _Held:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from ..cache.custom_cache import own_cache_of, own_like
 from ..cache.preallocated import PreallocatedCache, preallocated_like
 from ..sampling.sampling import StepState
 from .cache_format import get_cache_format
@@ -55,7 +54,6 @@ class StepBuffers:
             self.cache = _cache_of(model, like, batch_size, capacity)
         if get_cache_format() is not None:
             keep_in_8_bits(self.cache, model, in_16_bits)
-        self.carried.beside(self.cache)
         self.state = StepState(batch_size, capacity, self.cache.position, self.cache.starts)
         with torch.inference_mode(False):
             self.attention_mask = torch.ones(batch_size, capacity, dtype=torch.int64, device=self.device)
@@ -124,11 +122,6 @@ class StepBuffers:
 
 
 def _cache_of(model: Any, like: DynamicCache | None, batch_size: int, capacity: int) -> PreallocatedCache:
-    if (kind := own_cache_of(model)) is not None:
-        own = own_like(kind, batch_size, capacity, model.device)
-        if own is None:
-            raise UnknownCache(model)
-        return own
     if like is None or not like.layers:
         like = _configured_cache(model)
         if capacity > unmasked_window(model, like):

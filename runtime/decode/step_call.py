@@ -21,7 +21,6 @@ from ..attention.eager_step import HANDLERS
 from ..attention.padded_heads import HANDLERS as PADDED
 from ..attention.step_attention import StepAttention
 from ..cache.cache_argument import argument_of
-from ..cache.custom_cache import own_cache_of
 from ..device.graph_capture import NOT_FOR_A_STEP
 from ..launching.launch import rehearses
 from ..lazy.lazy_mode import Handlers
@@ -223,7 +222,7 @@ def _static_inputs(model: Any, buffers: StepBuffers, cached: dict[str, Any], acc
         "cache_position": buffers.cache.position,
         "logits_to_keep": 1,
     }
-    if not (buffers.cache.attention_layers or own_cache_of(model)):  # states saw the padding with the prompt
+    if not buffers.cache.attention_layers:  # states saw the padding with the prompt
         del inputs["attention_mask"]
     given = {name: value for name, value in inputs.items() if name in accepted}
     return {"input_ids": buffers.state.input_ids, **cached, **given}

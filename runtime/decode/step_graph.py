@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from ..cache.extra_tensors import takes_padding
 from ..cache.layers import CacheFull
 from ..core.sharded_models import is_split
 from ..device.graph_capture import CAPTURING, capture
@@ -32,7 +31,6 @@ from .policy import policy_of
 from .prompt_graph import PromptGraphs
 from .step_buffers import StepBuffers
 from .step_call import StepCall
-from .validation import StepFails
 from .validator import Validator
 
 PROGRAMS_KEPT = 8
@@ -171,8 +169,6 @@ class DecodeGraph:
             return logits
 
         logits = (self.read_prompt(input_ids, ordinary) if unpadded else ordinary()).clone()
-        if not (unpadded or (self.cache.knows_length and takes_padding(self.model))):
-            raise StepFails(ValueError("a step would not read padded rows as the model does with a growing cache"))
         if attention_mask is None:
             self.begin(input_ids.shape[1], None)
         else:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from ..cache.extra_tensors import takes_padding
 from ..cache.layers import OtherContents
 from ..decode.eligibility import Call, Unsupported, length_of
 from ..decode.graph_cache import GraphStore, Refusal
@@ -56,8 +55,6 @@ class CallGraphs:
         for key in (None, None if self._sampling is None else self._sampling.key):
             if key in self._store.refused:
                 raise Unsupported(self._store.refused[key].reason)
-        if not takes_padding(self._model) and not self._call.is_unpadded:
-            raise Unsupported("attention_mask")
         room = min(self._call.steps - 1, FIRST_ROOM)
         if self._sampling is not None and self._drafts:
             room += width_of(self._sampling)

@@ -61,10 +61,8 @@ class CallPrefill:
             raise Unsupported("processor_needs_ids")
         if mask is not None and mask.shape[1] != length:
             raise Unsupported("attention_mask")
-        if not (graph.cache.knows_length or call.is_unpadded):
-            raise Unsupported("attention_mask")
         plain = mask is None or (mask is inputs.get("attention_mask") and call.is_unpadded)
-        if plain and self._drafting is not None and self._drafting.may_be_ragged(graph):
+        if plain and self._drafting is not None and self._drafting.may_be_ragged():
             mask, plain = torch.ones(len(ids), length, dtype=torch.int64, device=ids.device), False
         graph.begin(self._next_position_ids(graph, mask), None if plain else mask)
         return last.to(copy=True, dtype=torch.float32)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.extra_tensors import takes_padding
 from ..core.position_count import position_count
 from ..decode.eligibility import Call, Unsupported
 from ..decode.graph_cache import store_of
@@ -48,11 +47,9 @@ class Drafting:
         self._ragged = False
         """Whether rows keep what was right of each, instead of as many drafts as the one with the fewest."""
 
-    def may_be_ragged(self, graph: DecodeGraph) -> bool:
+    def may_be_ragged(self) -> bool:
         """Return whether the call leaves it open in which slots rows lie behind the prompt."""
-        if self._call.input_ids.shape[0] == 1 or self._call.keeps or self._plan.keeps_cache:
-            return False
-        return graph.cache.knows_length and takes_padding(self._model)
+        return not (self._call.input_ids.shape[0] == 1 or self._call.keeps or self._plan.keeps_cache)
 
     def prepare(self, graph: DecodeGraph, token: Tensor) -> None:
         """Try and capture the step of several tokens, where there is room for one behind the prompt.
@@ -68,7 +65,7 @@ class Drafting:
         several %= self._model.config.get_text_config(decoder=True).vocab_size
         try:
             graph.prove(several, self._sampling)
-            self._ragged = self.may_be_ragged(graph) and aligns(graph, several)
+            self._ragged = self.may_be_ragged() and aligns(graph, several)
             graph.program(self._sampling, RaggedWindow if self._ragged else Window)
             if self._ragged:
                 graph.program(self._sampling, Alignment)

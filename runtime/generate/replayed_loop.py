@@ -15,7 +15,6 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutput
 
 from ..cache.cache_argument import NAMES
-from ..cache.custom_cache import own_cache_of
 from ..core import backend
 from ..decode.eligibility import Call, Unsupported
 from ..decode.graph_cache import GraphStore
@@ -130,7 +129,7 @@ class ReplayedModel:
 
 def may_reorder(model: Any) -> bool:
     """Return whether a search with beams is transformers' own, and takes rows of a cache as layers have them."""
-    own = own_cache_of(model) is not None or hasattr(model, "_reorder_cache")
+    own = hasattr(model, "_reorder_cache")
     kinds = [kind for kind in type(model).__mro__ if "_beam_search" in vars(kind)]
     return not own and "_beam_search" not in vars(model) and kinds[1:] == [GenerationMixin]
 

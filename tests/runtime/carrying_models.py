@@ -1,4 +1,4 @@
-"""Models that carry more than keys and values: on modules, handed on, beside a cache's layers, in an object, grown."""
+"""Models that carry more than keys and values: on modules, handed on in a list, or in an object."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import transformers
 from transformers.cache_utils import DynamicCache
 
 from hf_rewrite_runtime.cache.cache_argument import argument_of, given_back
-from hf_rewrite_runtime.cache.custom_cache import keeps_own_cache
-from hf_rewrite_runtime.cache.extra_tensors import grows_in_layers
 from hf_rewrite_runtime.cache.nested_tensors import Nested
 from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.decode.recurrent_state import hands_on_states, keeps_states
@@ -21,11 +19,9 @@ from hf_rewrite_runtime.generate.generation import GraphGeneration
 CARRYING = {
     "RecurrentGemmaForCausalLM": "recurrent_gemma.modeling_recurrent_gemma",
     "RwkvForCausalLM": "rwkv.modeling_rwkv",
-    "MiniMaxForCausalLM": "minimax.modeling_minimax",
     "xLSTMForCausalLM": "xlstm.modeling_xlstm",
-    "MiniMaxM3VLForCausalLM": "minimax_m3_vl.modeling_minimax_m3_vl",
 }
-KEEPS, HANDS, BESIDE, OBJECT, GROWN = CARRYING
+KEEPS, HANDS, OBJECT = CARRYING
 INSTALLED = [name for name in CARRYING if hasattr(transformers, name)]
 
 GPU = torch.cuda.is_available()
@@ -33,7 +29,6 @@ DEVICE = "cuda" if GPU else "cpu"
 V = 64
 ENDS = {"vocab_size": V, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 DRAWN = {"do_sample": True, "top_k": 0, "temperature": 2.0}
-FULL, LINEAR = "full_attention", "linear_attention"
 PLAIN = (*vars(DynamicCache()), "_is_user_defined", "config")
 
 
@@ -41,10 +36,7 @@ def file_of(name: str) -> Any:
     return importlib.import_module(f"transformers.models.{CARRYING[name]}")
 
 
-def config(name: str, linear_first: bool = False) -> Any:
-    kind = file_of(name)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 4}
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
+def config(name: str) -> Any:
     if name == KEEPS:
         return transformers.RecurrentGemmaConfig(
             hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, lru_width=32,
@@ -59,49 +51,31 @@ def config(name: str, linear_first: bool = False) -> Any:
             rescale_every=2,
             **ENDS,
         )
-    if name == BESIDE:
-        kinds = [LINEAR, FULL] if linear_first else [FULL, LINEAR]
-        return kind.MiniMaxConfig(**sizes, **heads, **ENDS, block_size=4, layer_types=kinds * 2)
-    if name == OBJECT:
-        return kind.xLSTMConfig(
-            hidden_size=128, embedding_dim=128, num_hidden_layers=2, num_blocks=2, num_heads=4, **ENDS
-        )
-    index = {"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 2}
-    return kind.MiniMaxM3VLTextConfig(
-        **sizes, **heads, **ENDS, **index, dense_intermediate_size=48, shared_intermediate_size=48, rotary_dim=8,
-        layer_types=[FULL, "minimax_m3_sparse"] * 2, mlp_layer_types=["dense", "sparse"] * 2,
-    )  # fmt: skip
+    return transformers.xLSTMConfig(
+        hidden_size=128, embedding_dim=128, num_hidden_layers=2, num_blocks=2, num_heads=4, **ENDS
+    )
 
 
 def mark(name: str) -> Callable[[type], type]:
-    kind = file_of(name)
     if name == KEEPS:
         return keeps_states("conv1d_state", "recurrent_states")
     if name == HANDS:
         return hands_on_states("state")
-    if name == BESIDE:
-        return keeps_own_cache(kind.MiniMaxCache)
-    if name == OBJECT:
-        return hands_on_states(argument_of(kind.xLSTMForCausalLM), kind.xLSTMCache)
-    return grows_in_layers(kind.MiniMaxM3VLSparseCacheLayer, update_index=("idx_keys", -2))
+    kind = file_of(name)
+    return hands_on_states(argument_of(kind.xLSTMForCausalLM), kind.xLSTMCache)
 
 
-def pair(name: str, dtype: torch.dtype = torch.float32, linear_first: bool = False) -> Any:
+def pair(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model with the loop and the original, with the same weights."""
     original = getattr(transformers, name)
     ours = mark(name)(type(name, (GraphGeneration, original), {"_step_without_graph": not GPU}))
     torch.manual_seed(0)
-    models: Any = [kind(config(name, linear_first)).eval().to(DEVICE, dtype) for kind in (ours, original)]
+    models: Any = [kind(config(name)).eval().to(DEVICE, dtype) for kind in (ours, original)]
     for parameter in models[0].parameters():
         parameter.data.add_(0.2 * torch.randn_like(parameter))
     models[1].load_state_dict(models[0].state_dict())
     backend.reset_fallbacks()
     return models
-
-
-def asked_of(name: str, *arguments: Any, padded: bool = True, **keywords: Any) -> dict[str, torch.Tensor]:
-    """What is asked of a model, without padding where it chooses blocks without a mask."""
-    return asked(*arguments, padded=padded and name != GROWN, **keywords)
 
 
 def asked(rows: int = 2, length: int = 7, seed: int = 0, padded: bool = True) -> dict[str, torch.Tensor]:

@@ -10,17 +10,17 @@ import pytest
 import torch
 import transformers
 from carrying_models import (
+    DEVICE,
     DRAWN,
     GPU,
-    GROWN,
     HANDS,
     INSTALLED,
     KEEPS,
     OBJECT,
     alike,
     asked,
-    asked_of,
     both,
+    config,
     left_by,
     pair,
     reasons,
@@ -30,8 +30,8 @@ from carrying_models import (
 from told_again import replays
 from torch import nn
 
-from hf_rewrite_runtime.cache.cache_argument import asked_with, given_back
-from hf_rewrite_runtime.cache.nested_tensors import UnknownState
+from hf_rewrite_runtime.cache.cache_argument import argument_of, asked_with, given_back
+from hf_rewrite_runtime.cache.nested_tensors import Nested, UnknownState
 from hf_rewrite_runtime.decode import eligibility, graph_cache, recurrent_state
 from hf_rewrite_runtime.decode.eligibility import Call, assists
 from hf_rewrite_runtime.decode.graph_cache import store_of
@@ -49,11 +49,11 @@ if not eligibility.can_watch():
 def test_texts_one_after_another_of_any_number_of_rows(name: str) -> None:
     models = pair(name)
     for inputs in (
-        asked_of(name), asked_of(name, 3, 5, 1), asked(1, 9, 2), asked(seed=3, padded=False), asked_of(name),
+        asked(), asked(3, 5, 1), asked(1, 9, 2), asked(seed=3, padded=False), asked(),
         asked(1, 1, 4),
     ):  # fmt: skip
         both(models, inputs)
-    both(models, asked_of(name, 3, 6, 5), **DRAWN)
+    both(models, asked(3, 6, 5), **DRAWN)
     assert len(store_of(models[0]).graphs) == 3
 
 
@@ -81,9 +81,9 @@ def test_states_are_those_of_the_last_token_where_a_text_ends_inside_of_a_chunk(
 @pytest.mark.parametrize("name", INSTALLED)
 def test_what_is_left_is_memory_that_no_later_call_writes(name: str) -> None:
     model = pair(name)[0]
-    left = tensors_in(left_by(model, run(model, asked_of(name))))
+    left = tensors_in(left_by(model, run(model, asked())))
     before = {key: value.clone() for key, value in left.items()}
-    run(model, asked_of(name, seed=1))
+    run(model, asked(seed=1))
     assert all(torch.equal(left[key], value) for key, value in before.items())
     assert reasons() == []
 
@@ -92,7 +92,7 @@ def test_what_is_left_is_memory_that_no_later_call_writes(name: str) -> None:
 def test_states_have_the_dtypes_of_the_original(name: str) -> None:
     """Some are in fp32 where the model is in bf16."""
     models = pair(name, torch.bfloat16)
-    outputs = [run(model, asked_of(name), max_new_tokens=4) for model in models]
+    outputs = [run(model, asked(), max_new_tokens=4) for model in models]
     assert reasons() == []
     left = [tensors_in(left_by(*one)) for one in zip(models, outputs, strict=True)]
     dtypes = [[value.dtype for value in one.values()] for one in left]
@@ -108,21 +108,20 @@ def test_a_text_moves_to_a_larger_cache(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(graph_cache, "ROUNDING", 4)
     monkeypatch.setattr(call_graphs, "FIRST_ROOM", 3)
     models = pair(name)
-    both(models, asked_of(name), max_new_tokens=20)
-    both(models, asked_of(name, seed=1), max_new_tokens=20)
+    both(models, asked(), max_new_tokens=20)
+    both(models, asked(seed=1), max_new_tokens=20)
 
 
-@pytest.mark.parametrize("name", [name for name in INSTALLED if name not in (HANDS, OBJECT)])
-def test_beams_and_the_next_call(name: str) -> None:
-    """Rows of states that modules keep, or hand on, are the original loop's; those of a layer are chosen."""
-    models = pair(name)
-    outputs = [run(model, asked_of(name), num_beams=2, output_logits=False).sequences for model in models]
-    assert reasons() == ([] if name == GROWN else ["beams"])
+def test_beams_and_the_next_call() -> None:
+    """Rows of states that modules keep, or hand on, are the original loop's."""
+    models = pair(KEEPS)
+    outputs = [run(model, asked(), num_beams=2, output_logits=False).sequences for model in models]
+    assert reasons() == ["beams"]
     assert torch.equal(*outputs)
-    both(models, asked_of(name, seed=1))
+    both(models, asked(seed=1))
 
 
-@pytest.mark.parametrize("name", [name for name in INSTALLED if name != GROWN])
+@pytest.mark.parametrize("name", INSTALLED)
 def test_no_drafts_for_states_that_cannot_go_back(name: str) -> None:
     model, other = pair(name)[0], pair(name)[0]
     assert not assists(other, model, True)
@@ -152,7 +151,7 @@ def test_a_step_told_to_the_device_once_can_be_told_again_without_the_model(
     monkeypatch.setattr(Program, "replay", replays)
     models = pair(name)
     for seed in range(3):
-        both(models, asked_of(name, seed=seed))
+        both(models, asked(seed=seed))
     (graph,) = store_of(models[0]).graphs.values()
     assert len(graph._programs) == 1
 
@@ -327,3 +326,69 @@ def test_no_forward_of_a_text_tries_to_be_captured_by_itself(
         for _ in range(2):
             models[0](**asked(), use_cache=False)
     assert tried, "no call is tried at all"
+
+
+def test_an_object_of_a_caller_is_written_into() -> None:
+    models = pair(OBJECT)
+    kind, argument = models[0]._held_by, argument_of(models[0])
+    states = [kind(model.config, 2, dtype=torch.float32, device=DEVICE) for model in models]
+    kept = [state.rnn_state[0][0] for state in states]
+    with torch.no_grad():
+        graph = DecodeGraph(models[0], 2, 32)
+        inputs = asked(padded=False)["input_ids"]
+        wanted = models[1](inputs, **{argument: states[1]}, use_cache=True).logits[:, -1]
+        torch.testing.assert_close(graph.prefill(inputs), wanted)
+    with put_back(models[0], states[0]), torch.no_grad():
+        models[0](inputs, **{argument: states[0]}, use_cache=True)
+    assert torch.equal(kept[0], kept[1])
+
+    def fails() -> None:
+        with put_back(models[0], states[0]), torch.no_grad():
+            models[0](inputs, **{argument: states[0]}, use_cache=True)
+            states[0].rnn_state[0] = ()
+            states[0].more = 1
+            raise KeyError("any")
+
+    with pytest.raises(KeyError):
+        fails()
+    assert not hasattr(states[0], "more")
+    assert states[0].rnn_state[0][0] is kept[0]
+    assert torch.equal(kept[0], kept[1])
+
+
+def test_what_holds_tensors_is_taken_apart_and_put_together() -> None:
+    class Box:
+        def __init__(self, *inside: Any):
+            self.second, self.first = inside
+
+    one, two, three = torch.zeros(1), torch.ones(2), torch.ones(3)
+    box = Box([one, (two, None, 3)], {"b": three, "a": "text"})
+    nested = Nested(box, Box)
+    assert [tensor.numel() for tensor in nested.tensors] == [3, 1, 2]
+    new = [tensor + 1 for tensor in nested.tensors]
+    other = nested.filled(new)
+    assert Nested(other, Box).tensors == new
+    assert Nested(other, Box).form == nested.form
+    assert other.second[1][1:] == (None, 3)
+    assert box.second[0] is one
+    other.second[1] = (two, None, 4)
+    assert Nested(other, Box).form != nested.form
+    box._is_user_defined = True  # type: ignore[attr-defined]
+    assert Nested(box, Box).form == nested.form
+    for odd in (box, [object()], {one}, [Box(1, 2)]):
+        with pytest.raises(UnknownState):
+            Nested(odd)
+    assert Nested(config(OBJECT)).tensors == []
+
+
+def test_a_planted_bug_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_from = CarriedStates.copy_from
+
+    def zeroed(self: Any, other: Any) -> None:
+        copy_from(self, other)
+        for buffer in self.buffers:
+            buffer.zero_()
+
+    monkeypatch.setattr(CarriedStates, "copy_from", zeroed)
+    with pytest.raises(AssertionError):
+        test_a_text_moves_to_a_larger_cache(OBJECT, monkeypatch)

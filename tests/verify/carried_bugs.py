@@ -1,6 +1,6 @@
 """Bugs planted into states that a model carries without a cache; each names the check that has to catch it.
 
-RecurrentGemma keeps them on its modules, RWKV hands them on and writes into them.
+RecurrentGemma keeps them on its modules, RWKV hands them on and writes into them, xLSTM has them in an object.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ STALE = "        self._take(self.__dict__.setdefault('_first', [v.clone() for v 
 FIRST_ROW = "                buffer.copy_(value[:1].expand_as(value))"
 OUTLIVES = "if graph.carried.always_outlive or ("
 
-recurrent_gemma, rwkv = (partial(bug, model) for model in ("recurrent_gemma", "rwkv"))
+recurrent_gemma, rwkv, xlstm = (partial(bug, model) for model in ("recurrent_gemma", "rwkv", "xlstm"))
+SHARED = f"            if move:\n{FIRST_ROW}"
 
 KEPT = (
     recurrent_gemma("a state of the prompt before", AGAIN, "loop", LOADED, STALE),
-    recurrent_gemma("a state shared by rows", PADDED, "loop", COPIED, f"            if move:\n{FIRST_ROW}"),
+    recurrent_gemma("a state shared by rows", PADDED, "loop", COPIED, SHARED),
     recurrent_gemma("a state in 16 bits", ONE, "loop", COPIED, COPIED.replace("(value)", "(value.bfloat16())")),
     recurrent_gemma("a state one step late", ONE, "loop", TAKEN, LATE),
     recurrent_gemma("a state that stays as after the prompt", ONE, "loop", TAKEN, "self._give(self.buffers)"),
@@ -46,7 +47,7 @@ KEPT = (
 
 HANDED = (
     rwkv("a state of the prompt before", AGAIN, "loop", LOADED, STALE),
-    rwkv("a state shared by rows", PADDED, "loop", COPIED, f"            if move:\n{FIRST_ROW}"),
+    rwkv("a state shared by rows", PADDED, "loop", COPIED, SHARED),
     rwkv("a state in 16 bits", ONE, "loop", COPIED, COPIED.replace("(value)", "(value.bfloat16())")),
     rwkv("a state one step late", ONE, "loop", TAKEN, LATE, also=(("_runtime", GIVEN, NOT_GIVEN),)),
     rwkv(
@@ -58,4 +59,21 @@ HANDED = (
         also=(("_runtime", TAKEN, "self._give(self.buffers)"),),
     ),
     rwkv("states of the prompt handed back", ONE, "loop", "tensor.copy_(buffer) if same", "tensor if same"),
+)
+
+OBJECTS = (
+    xlstm("a state of the prompt before", AGAIN, "loop", LOADED, STALE),
+    xlstm("a state shared by rows", PADDED, "loop", COPIED, SHARED),
+    xlstm("a state one step late", ONE, "loop", TAKEN, LATE, also=(("_runtime", GIVEN, NOT_GIVEN),)),
+    xlstm(
+        "a state that stays as after the prompt",
+        ONE,
+        "loop",
+        GIVEN,
+        NOT_GIVEN,
+        also=(("_runtime", TAKEN, "self._give(self.buffers)"),),
+    ),
+    xlstm("a state that the proof moved on", ONE, "loop", RESTORED, "            pass"),
+    xlstm("states after the overshoot", ENDED, "loop", OUTLIVES, "if not graph.carried and ("),
+    xlstm("states of the prompt handed back", ONE, "loop", "tensor.copy_(buffer) if same", "tensor if same"),
 )

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from . import generation_bugs
-from .carried_bugs import HANDED, KEPT
+from .carried_bugs import HANDED, KEPT, OBJECTS
 from .generation_bugs import STATES, LoopBug, result_of
 from .indexer_bugs import INDEXERS
 from .input_bugs import INPUTS, KEYS
 from .latent_bugs import LATENTS
-from .own_cache_bugs import BESIDE, GROWING, OBJECTS
 
-BUGS = (*STATES, *KEYS, *INPUTS, *LATENTS, *INDEXERS, *KEPT, *HANDED, *BESIDE, *OBJECTS, *GROWING)
+BUGS = (*STATES, *KEYS, *INPUTS, *LATENTS, *INDEXERS, *KEPT, *HANDED, *OBJECTS)
 HERE = {
     "lfm2": (
         "states not reset between calls",
@@ -47,13 +46,7 @@ HERE = {
         "states after the overshoot",
     ),
     "rwkv": ("a state of the prompt before", "a state shared by rows", "a state one step late"),
-    "minimax": (
-        "a state of the prompt before",
-        "a state shared by rows",
-        "states not reset between calls",
-    ),
     "xlstm": ("a state of the prompt before", "a state shared by rows"),
-    "minimax_m3_vl": ("a key one slot late", "keys not reset between calls", "keys not taken over"),
 }
 """Those that are planted in every run of the tests; of encoders and images, tests/runtime has models."""
 CASES = [bug for bug in BUGS if bug.name in HERE.get(bug.model, ())]

@@ -14,7 +14,7 @@ from rewrite.analysis.loops.cache_windows import keeps_unmasked_window
 from rewrite.analysis.loops.carried_states import handed_states, kept_states
 from rewrite.analysis.loops.indexers import hindrance
 from rewrite.analysis.loops.loop_inputs import only_recomputes
-from rewrite.analysis.loops.own_caches import CACHES, marks_of_caches
+from rewrite.analysis.loops.own_caches import CACHES, mark_of_caches
 from rewrite.analysis.loops.own_loop import cut_by_length, own_part
 from rewrite.analysis.tree.module import ClassInfo, Module, of_kind, walk
 from rewrite.analysis.tree.nodes import called_attribute, calls_in, expression, parameters, replace_nodes
@@ -46,9 +46,7 @@ class StaticCache(Transform):
         file has: a growing cache forgets what is outside, a buffer keeps all, and the loop runs where a text is not
         longer than the window. States without a cache are marked, too: attributes that modules compute from what they
         were (`keeps_states`), and an argument that `forward` gives back and the loop hands on (`hands_on_states`), in
-        a list or in an object of a class of the file. So are caches of a class that the file derives from
-        `DynamicCache`, with states beside the layers (`keeps_own_cache`), and layers that it derives from
-        `DynamicLayer`, with tensors that a method grows as `update` grows keys (`grows_in_layers`).
+        a list or in an object of a class of the file.
 
     Why:
         A cache that grows has another address and another shape at every token: no step can be captured, and each
@@ -64,10 +62,9 @@ class StaticCache(Transform):
 
     Known limits:
         Against a cache of fixed size, a slice beyond the end of a buffer raises. Classes with a generation loop of
-        their own keep `GenerationMixin`; a `generate` that calls the inherited one is none. So do classes with caches
-        of their own that answer a model's questions in another way, or hold back tokens (DeepSeek V4). Nor do classes
-        get the loop that act where they prepare a step (`prepare_inputs_for_generation`): it is asked for steps that
-        are not run.
+        their own keep `GenerationMixin`; a `generate` that calls the inherited one is none. So do classes of files
+        with caches, or layers of caches, of their own (DeepSeek V4, MiniMax), and classes that act where they prepare
+        a step (`prepare_inputs_for_generation`): it is asked for steps that are not run.
         A class is marked for states that its file's modules keep as attributes of their own, None before the first
         call. One that keeps them elsewhere has the loop, which finds that out at its first step and goes back.
     """
@@ -162,7 +159,9 @@ def _marks(info: ClassInfo, module: Module, windowed: bool) -> list[str]:
     if kept := kept_states(module)[0]:
         names = ", ".join(f'"{name}"' for name in kept)
         marks.append(f"keeps_states({names})")
-    return marks + marks_of_caches(info, module)[0]
+    if (mark := mark_of_caches(info, module)[0]) is not None:
+        marks.append(mark)
+    return marks
 
 
 def _use(mark: str) -> str:
@@ -233,7 +232,7 @@ def _skip(info: ClassInfo, module: Module) -> Skip | None:
         return Skip("no_kv_cache")
     if (own := own_part(info, module)) is not None:
         return Skip("own_loop", own)
-    if (cache := marks_of_caches(info, module)[1]) is not None:
+    if (cache := mark_of_caches(info, module)[1]) is not None:
         return Skip("own_cache", cache)
     attributes = [node.attr.value for node in of_kind(module.tree, cst.Attribute)]
     if (state := next((name for name in attributes if name in _OTHER_STATES), None)) is not None:

@@ -7,13 +7,12 @@ only a growing cache has a place for it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.effects import effects_of
-from rewrite.analysis.loops.growing_layers import growing_methods
 from rewrite.analysis.tree.module import ClassInfo, Module, of_kind
 from rewrite.analysis.tree.nodes import given_names, parameters
 
@@ -33,17 +32,16 @@ def hindrance(module: Module) -> tuple[str, str] | None:
 
     None where one can, and where the file has no indexer.
     """
-    updating = {"update_indexer", *growing_methods(module)}
     for owner, _, method in module.methods():
-        if any(True for _ in _updates(method, updating)):
-            found = _sized(owner, module) or _of_layer(module) or _unmasked(method, updating, module)
+        if any(True for _ in _updates(method)):
+            found = _sized(owner, module) or _of_layer(module) or _unmasked(method, module)
             if found is not None:
                 return found
     return None
 
 
-def _updates(method: cst.FunctionDef, updating: Container[str]) -> Iterator[cst.Call]:
-    return (call for call in of_kind(method.body, cst.Call) if _name(call) in updating)
+def _updates(method: cst.FunctionDef) -> Iterator[cst.Call]:
+    return (call for call in of_kind(method.body, cst.Call) if _name(call) == "update_indexer")
 
 
 def _of_layer(module: Module) -> tuple[str, str] | None:
@@ -96,7 +94,7 @@ def _is_mask(node: cst.BaseExpression, given: _Given, below: tuple[str, ...] = (
     return isinstance(node, cst.Comparison) or (isinstance(node, cst.Call) and _name(node) in _ASKS)
 
 
-def _unmasked(method: cst.FunctionDef, updating: Container[str], module: Module) -> tuple[str, str] | None:
+def _unmasked(method: cst.FunctionDef, module: Module) -> tuple[str, str] | None:
     """Find a choice among scores that no mask was put over, or that there is no choice to see."""
     given = _given(method)
     names = effects_of(module).names
@@ -106,7 +104,7 @@ def _unmasked(method: cst.FunctionDef, updating: Container[str], module: Module)
         scores = call.args[0].value if of_torch and call.args else call.func.value  # type: ignore[attr-defined]
         if not _is_masked(scores, given, parameters(method)):
             return "device_size", " ".join(module.code(call).split())
-    return None if chosen else ("device_size", module.code(next(_updates(method, updating))))
+    return None if chosen else ("device_size", module.code(next(_updates(method))))
 
 
 def _is_masked(node: cst.BaseExpression, given: _Given, handed: list[str], below: tuple[str, ...] = ()) -> bool:

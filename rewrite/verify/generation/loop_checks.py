@@ -37,8 +37,6 @@ SWITCH = "_step_without_graph"
 """Set on a model, it makes the loop run on any device, its step as plain calls."""
 MARK = "_within_window"
 """Set on a class, the loop runs for texts that a sliding window of its cache holds."""
-PADS = "_takes_padding"
-"""Set to False on a class, the loop runs for rows without padding."""
 WIDE = 128
 LOOP = re.compile(r"\.generate\.generation$")
 """Where the loop is in a runtime, installed or vendored."""
@@ -177,7 +175,7 @@ def needless(bench: Workbench, original: Any, run: Callable[[Any], object], reas
 
 def batch_of(bench: Workbench, variant: Variant, rows: int, length: int, name: str) -> Batch:
     """A prompt `[rows, length]` of random tokens, padded on the left where it has several rows."""
-    pads = rows > 1 and bench.subject.accepts("attention_mask") and getattr(bench.subject.rewritten, PADS, True)
+    pads = rows > 1 and bench.subject.accepts("attention_mask")
     padded = "left" if pads else "none"
     seed = bench.seed_for("loop", name)
     return prompt(seed, variant.vocab_size, rows, length, padded, bench.options.device)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.inputs import seed_all
 from ..models.model_pair import Pair, Workbench, on_original
-from .loop_checks import PADS, SWITCH, Package, loop_pair, needless
+from .loop_checks import SWITCH, Package, loop_pair, needless
 from .prompts import Arguments, Ask, asked, in_prompts, pictured, with_image_tokens
 from .texts import Generated, Sink, near_tie
 
@@ -164,14 +164,8 @@ class Session:
                 return dtype, pair
         raise problem or NotRun("the original's logits are not finite")
 
-    @property
-    def pads(self) -> bool:
-        """Whether the loop of the package takes rows with padding."""
-        return bool(getattr(self.bench.subject.rewritten, PADS, True))
-
     def ask(self, ask: Ask, pair: Pair | None = None) -> Arguments:
-        """The arguments of a prompt without images, padded where the loop of the package takes that."""
-        ask = replace(ask, padded=ask.padded and self.pads)
+        """The arguments of a prompt without images."""
         if self._draw:
             ask = replace(ask, name=f"{ask.name}, draw {self._draw}")
         return asked(self.bench, self.variant, (pair or self.pair).original, ask)
@@ -466,7 +460,7 @@ def _pictured(talk: Session) -> None:
     bench, model = talk.bench, talk.pair.original
     shapes = {"a": ((2, 2),), "b": ((2, 2),), "c": ((1, 3),), "d": ((2, 1), (2, 2), (2, 1))}
     kinds = {
-        name: pictured(bench, talk.variant, model, Ask(f"image {name}", 2, 8, talk.pads and name != "b"), sides)
+        name: pictured(bench, talk.variant, model, Ask(f"image {name}", 2, 8, name != "b"), sides)
         for name, sides in shapes.items()
     }
     for name in shapes:
