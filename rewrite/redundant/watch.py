@@ -7,7 +7,6 @@ numpy, a pointer) is seen as well, so a value that nobody reads is one that nobo
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -74,9 +73,6 @@ class Operand:
 
     value: Value
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
     bytes: int
 
 
@@ -87,13 +83,11 @@ class Op:
     index: int
     name: str
     """`aten::mm`."""
-    overload: str
     frames: tuple[Frame, ...]
     """Of the modeling file, the outermost first."""
     reads: tuple[Operand, ...]
     gives: tuple[Operand, ...]
     view: bool
-    scalars: tuple[Any, ...]
     random: bool
     sources: frozenset[str] = frozenset()
     """Names of the inputs that its result, or that it runs at all, depends on; `?` for what is not known."""
@@ -101,10 +95,6 @@ class Op:
     """Of what came out, where it depends on inputs alone."""
     result: Tensor | None = None
     """A copy of what came out, where every input was constant."""
-    same: bool | None = None
-    """Whether its result has the bits of its first input."""
-    masked: float = 0.0
-    """The share of keys that are masked for every query."""
 
     @property
     def constant(self) -> bool:
@@ -245,7 +235,6 @@ class Watcher(TorchDispatchMode):
         reads = tuple(self._operand(tensor) for tensor in given)
         out = func(*args, **kwargs)
         found = list(_tensors(out))
-        name, _, overload = func._schema.name, None, func._schema.overload_name
         index = len(current.ops)
         written = {
             id(tensor)
@@ -265,20 +254,19 @@ class Watcher(TorchDispatchMode):
         if _tells_host(func, given):
             self._asked |= sources
         gives = tuple(self._operand(tensor, index, sources) for tensor in found)
-        op = Op(index, name, overload, self._stack.frames, reads, gives, view, _scalars(args, kwargs), random)
+        op = Op(index, func._schema.name, self._stack.frames, reads, gives, view, random)
         op.sources = sources | self._asked
-        self._look_at(op, given, found)
+        self._look_at(op, found)
         current.ops.append(op)
         return out
 
     def _operand(self, tensor: Tensor, maker: int | None = None, sources: frozenset[str] = frozenset()) -> Operand:
         value = self._value(tensor, maker, sources)
         size = tensor.element_size()
-        strides = tuple(tensor.stride())
         count = 1
-        for length, stride in zip(tensor.shape, strides, strict=True):
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
             count *= length if stride else min(length, 1)
-        return Operand(value, tuple(tensor.shape), strides, int(tensor.storage_offset()), tensor.dtype, count * size)
+        return Operand(value, tuple(tensor.shape), count * size)
 
     def _value(self, tensor: Tensor, maker: int | None = None, sources: frozenset[str] = frozenset()) -> Value:
         storage = tensor.untyped_storage()
@@ -299,17 +287,13 @@ class Watcher(TorchDispatchMode):
         self._values[key] = (StorageWeakRef(storage), value)
         return value
 
-    def _look_at(self, op: Op, given: list[Tensor], found: list[Tensor]) -> None:
+    def _look_at(self, op: Op, found: list[Tensor]) -> None:
         """Keep what can only be seen now."""
         if op.constant and not op.view and len(found) == 1 and self._kept < KEPT_BYTES:
             op.result = found[0].clone()
             self._kept += op.result.nbytes
         if op.sources and "?" not in op.sources and not op.view:
             op.digest = _digest(found)
-        if given and len(found) == 1 and found[0].shape == given[0].shape and found[0].dtype == given[0].dtype:
-            if not op.view:
-                op.same = _equal(found[0], given[0])
-        op.masked = _masked(op.name, given)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -350,11 +334,6 @@ def _tells_host(func: Any, given: list[Tensor]) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags and (func._schema.name != "aten::index" or by_mask)
 
 
-def _scalars(args: Any, kwargs: Any) -> tuple[Any, ...]:
-    flat = [*args, *kwargs.values()]
-    return tuple(each for each in flat if isinstance(each, (int, float, bool, str, torch.dtype)) or each is None)
-
-
 def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
     for number, argument in enumerate(func._schema.arguments):
         if number < len(args):
@@ -366,33 +345,3 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
 def _shares(tensor: Tensor, given: list[Tensor]) -> bool:
     storage = tensor.untyped_storage()._cdata
     return any(storage == each.untyped_storage()._cdata for each in given)
-
-
-def _equal(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have the same bits; NaN is not looked into."""
-    return bool(torch.equal(first, second))
-
-
-@functools.cache
-def _mask_place(name: str) -> int | None:
-    """Where an attention operator has its mask among its tensors; -1 for the scores that a softmax is taken of."""
-    if name.endswith(("_softmax", "::softmax")):
-        return -1
-    return 3 if "scaled_dot_product" in name else None
-
-
-def _masked(name: str, given: list[Tensor]) -> float:
-    """The share of keys that no query sees."""
-    place = _mask_place(name)
-    if place is None or len(given) <= max(place, 0):
-        return 0.0
-    mask = given[place]
-    if mask.dim() < 2 or mask.shape[-1] < 2 or (mask.dtype != torch.bool and not mask.is_floating_point()):
-        return 0.0
-    if mask.dtype == torch.bool:
-        hidden = ~mask
-    elif place == -1:
-        hidden = mask <= -1e30 if mask.dtype != torch.float16 else mask <= -6e4
-    else:
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
-    return float(hidden.flatten(0, -2).all(0).float().mean())
