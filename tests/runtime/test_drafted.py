@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_generation import EOS, GPU, Doubled, Sink, gpu, loops, pair, prompt, run, same, tokenizer
+from test_generation import GPU, Doubled, Sink, gpu, loops, pair, prompt, run, same, tokenizer
 from test_other_models import pair as other_pair
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -118,24 +118,6 @@ def test_drafts_change_nothing_however_many_are_right(
     assert low <= sum(map(sum, taken)) / len(taken) <= high
 
 
-def test_processors_that_know_the_length_see_each_token_s(
-    monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
-) -> None:
-    model, original = pair()
-    inputs = prompt(1)
-    for more in (
-        {"min_new_tokens": 30, "eos_token_id": EOS},
-        {"forced_eos_token_id": EOS[0]},
-        {"sequence_bias": {(7,): -9.0, (11,): 3.5}, "suppress_tokens": [5, 6]},
-    ):
-        theirs = run(original, inputs, **GREEDY, **more, max_new_tokens=32, output_scores=True)
-        with monkeypatch.context() as planting:
-            plant(planting, theirs[0].sequences, 0.8)
-            same(run(model, inputs, **LOOKUP, **more, max_new_tokens=32, output_scores=True), theirs)
-    assert loops(model) == []
-    assert max(map(max, taken)) == 5
-
-
 @pytest.mark.parametrize("at", [12, 14])
 def test_an_end_inside_of_what_is_taken(
     at: int, monkeypatch: pytest.MonkeyPatch, always: None, tokenizer: object
@@ -185,62 +167,6 @@ def test_drawn_tokens_have_the_distribution_of_plain_sampling() -> None:
     assert counts.keys() == expected.keys()
     for text, probability in expected.items():
         assert abs(counts[text] / 3000 - probability) < 4 * (probability / 3000) ** 0.5
-
-
-def test_a_seed_draws_the_same_text_and_another_seed_another(taken: list[list[int]]) -> None:
-    model, _ = pair(initializer_range=0.05)
-    assistant, _ = pair(initializer_range=0.05)
-    for drafts in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": assistant}):
-        given = {
-            "do_sample": True,
-            "temperature": 0.05,
-            "top_k": 20,
-            "min_new_tokens": 5,
-            "eos_token_id": EOS,
-            **drafts,
-        }
-        texts = [run(model, repeating(), seed=seed, **given, max_new_tokens=12)[0].sequences for seed in (1, 1, 2)]
-        assert torch.equal(texts[0], texts[1])
-        assert texts[0].shape != texts[2].shape or not torch.equal(texts[0], texts[2])
-    assert max(map(max, taken)) > 1
-    assert loops(model) == []
-
-
-def test_near_the_end_of_the_cache_and_beyond(
-    monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
-) -> None:
-    monkeypatch.setattr(call_graphs, "FIRST_ROOM", 6)
-    monkeypatch.setattr(graph_cache, "ROUNDING", 4)
-    model, original = pair("mistral")
-    inputs = prompt(1)
-    theirs = run(original, inputs, **GREEDY, max_new_tokens=30)
-    for right in (0.5,):
-        with monkeypatch.context() as planting:
-            plant(planting, theirs[0].sequences, right)
-            same(run(model, inputs, **LOOKUP, max_new_tokens=30), theirs)
-    assert loops(model) == []
-    assert max(capacity for _, capacity in store_of(model).graphs) > 24
-    assert max(map(max, taken)) == 5
-
-
-def test_no_position_beyond_the_model_s_is_read(
-    monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
-) -> None:
-    model, original = pair("gpt2", n_positions=40)
-    inputs = prompt(1, 20)
-    theirs = run(original, inputs, **GREEDY, max_length=40, max_new_tokens=None)
-    plant(monkeypatch, theirs[0].sequences, 0.6)
-    same(run(model, inputs, **LOOKUP, max_length=40, max_new_tokens=None), theirs)
-    assert taken
-    taken.clear()
-    inputs = prompt(1, 38)
-    ours, theirs = (
-        run(m, inputs, **arguments, max_length=40, max_new_tokens=None)
-        for m, arguments in ((model, LOOKUP), (original, GREEDY))
-    )
-    same(ours, theirs)
-    assert taken == []
-    assert loops(model) == []
 
 
 def test_a_cache_is_continued() -> None:
@@ -314,28 +240,6 @@ def test_what_does_not_fit_takes_the_original_loop(reason: str) -> None:
     ours, theirs = (run(m, repeating(), **{**LOOKUP, **REFUSED[reason]}) for m in (model, original))
     assert torch.equal(ours[0].sequences, theirs[0].sequences)
     assert loops(model) == [reason]
-
-
-@pytest.mark.parametrize("seed", [0, 1], ids=["right", "wrong"])
-def test_another_model_drafts(seed: int, taken: list[list[int]], tokenizer: object) -> None:
-    model, original = pair()
-    for layer in (1, 2) if seed == 0 else ():  # what the two models have in common decides most tokens
-        model.model.layers[layer].mlp.down_proj.weight.data.mul_(0.01)
-    original.load_state_dict(model.state_dict())
-    assistant, _ = pair(seed=seed, num_hidden_layers=3 if seed == 0 else 1)
-    if seed == 0:
-        assistant.load_state_dict(model.state_dict())
-        assistant.model.layers[2].mlp.down_proj.weight.data.mul_(0.5)
-    inputs = prompt(1)
-    free = run(original, inputs, **GREEDY, output_logits=True, max_new_tokens=16)
-    same(run(model, inputs, **GREEDY, assistant_model=assistant, output_logits=True, max_new_tokens=16), free)
-    end = int(free[0].sequences[0, -5])
-    for way in ({"eos_token_id": end}, {"stop_strings": f"w{end}", "tokenizer": tokenizer}):
-        ours = model.generate(**inputs, **GREEDY, **way, assistant_model=assistant, max_new_tokens=16)
-        assert torch.equal(ours, original.generate(**inputs, **GREEDY, **way, max_new_tokens=16))
-    assert loops(model) == []
-    mean = sum(map(sum, taken)) / len(taken)
-    assert mean > 3 if seed == 0 else mean < 2
 
 
 @pytest.mark.parametrize("right", [True, False])

@@ -1,4 +1,4 @@
-"""Tokens that are drafted for several rows and checked together are those of plain search, row by row."""
+"""Tokens that are drafted for one row or several and checked together are those of plain search, row by row."""
 
 from __future__ import annotations
 
@@ -110,22 +110,25 @@ def test_rows_end_by_themselves(at: int, monkeypatch: pytest.MonkeyPatch, always
     assert ragged(model)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
 def test_processors_that_know_the_length_see_each_row_s(
-    monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
+    rows: int, monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
 ) -> None:
     model, original = pair()
-    inputs = prompt(3)
+    inputs = prompt(rows)
     for more in (
         {"min_new_tokens": 30, "eos_token_id": EOS},
         {"min_new_tokens": 12, "eos_token_id": EOS},
         {"forced_eos_token_id": EOS[0], "eos_token_id": EOS[0]},
+        {"sequence_bias": {(7,): -9.0, (11,): 3.5}, "suppress_tokens": [5, 6]},
     ):
         theirs = original.generate(**inputs, **GREEDY, **more, **TOKENS)
         with monkeypatch.context() as planting:
-            plant_rows(planting, theirs, RIGHT[:3])
+            plant_rows(planting, theirs, RIGHT[1 : rows + 1])
             assert torch.equal(model.generate(**inputs, **LOOKUP, **more, **TOKENS), theirs)
     assert loops(model) == []
-    assert ragged(model)
+    assert ragged(model) == (rows > 1)
+    assert max(map(max, taken)) == 5
 
 
 @pytest.mark.parametrize("level", [False, True], ids=["ragged", "level"])
@@ -159,7 +162,8 @@ def test_drawn_rows_have_the_distribution_of_plain_sampling(level: bool) -> None
             assert abs(counts[row][text] / draws - probability) < 4 * deviation, (row, text)
 
 
-def test_a_seed_draws_the_same_rows_and_another_seed_others(taken: list[list[int]]) -> None:
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_seed_draws_the_same_rows_and_another_seed_others(rows: int, taken: list[list[int]]) -> None:
     model, _ = pair(initializer_range=0.05)
     assistant, _ = pair(initializer_range=0.05)
     for drafts in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": assistant}):
@@ -167,45 +171,48 @@ def test_a_seed_draws_the_same_rows_and_another_seed_others(taken: list[list[int
         texts = []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
-            texts.append(model.generate(**repeating(batch=3), **given, max_new_tokens=12))
+            texts.append(model.generate(**repeating(batch=rows), **given, max_new_tokens=12))
         assert torch.equal(texts[0], texts[1])
         assert not torch.equal(texts[0], texts[2])
     assert max(map(max, taken)) > 1
     assert loops(model) == []
 
 
+@pytest.mark.parametrize("rows", [1, 4])
 def test_near_the_end_of_the_cache_and_beyond(
-    monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
+    rows: int, monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
 ) -> None:
     monkeypatch.setattr(call_graphs, "FIRST_ROOM", 6)
     monkeypatch.setattr(graph_cache, "ROUNDING", 4)
     model, original = pair("mistral")
-    inputs = prompt(4)
+    inputs = prompt(rows)
     theirs = original.generate(**inputs, **GREEDY, **TOKENS)
-    plant_rows(monkeypatch, theirs, RIGHT)
+    plant_rows(monkeypatch, theirs, RIGHT[-rows:])
     assert torch.equal(model.generate(**inputs, **LOOKUP, **TOKENS), theirs)
     assert loops(model) == []
     assert max(capacity for _, capacity in store_of(model).graphs) > 24
-    assert any(max(counts) - min(counts) > 2 for counts in taken)
+    assert max(map(max, taken)) == 5
+    assert rows == 1 or any(max(counts) - min(counts) > 2 for counts in taken)
 
 
 class Whisper(GraphGeneration, WhisperForCausalLM):
     _step_without_graph = DEVICE.type == "cpu"
 
 
+@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("name", ["gpt2", "whisper"])
 def test_no_position_beyond_the_model_s_is_read(
-    name: str, monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
 ) -> None:
     sizes = {"vocab_size": V, "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
     small = WhisperConfig(**sizes, init_std=0.3, bos_token_id=1, eos_token_id=None, pad_token_id=0)
     monkeypatch.setitem(MODELS, "whisper", (Whisper, WhisperForCausalLM, small))
     model, original = pair(name, **{"n_positions" if name == "gpt2" else "max_target_positions": 40})
     for length in (12, 20, 37):
-        inputs, given = prompt(4, length), {"max_length": 40, "max_new_tokens": None, "pad_token_id": 0}
+        inputs, given = prompt(rows, length), {"max_length": 40, "max_new_tokens": None, "pad_token_id": 0}
         theirs = original.generate(**inputs, **GREEDY, **given)
         with monkeypatch.context() as planting:
-            plant_rows(planting, theirs, RIGHT)
+            plant_rows(planting, theirs, RIGHT[-rows:])
             assert torch.equal(model.generate(**inputs, **LOOKUP, **given), theirs)
     assert loops(model) == []
     assert taken
@@ -323,8 +330,10 @@ def test_a_row_that_has_ended_takes_nothing_more(ragged: bool, end: int, taken: 
 
 
 @pytest.mark.parametrize("seed", [0, 1], ids=["right", "wrong"])
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-def test_another_model_drafts_for_rows(padded: bool, seed: int, taken: list[list[int]], tokenizer: object) -> None:
+@pytest.mark.parametrize(("rows", "padded"), [(1, False), (4, False), (4, True)], ids=["one", "full", "padded"])
+def test_another_model_drafts_for_rows(
+    rows: int, padded: bool, seed: int, taken: list[list[int]], tokenizer: object
+) -> None:
     model, original = pair("mistral")
     for layer in (1, 2) if seed == 0 else ():  # what the two models have in common decides most tokens
         model.model.layers[layer].mlp.down_proj.weight.data.mul_(0.01)
@@ -333,20 +342,17 @@ def test_another_model_drafts_for_rows(padded: bool, seed: int, taken: list[list
     if seed == 0:
         assistant.load_state_dict(model.state_dict())
         assistant.model.layers[2].mlp.down_proj.weight.data.mul_(0.5)
-    inputs = prompt(4, padded=padded)
+    inputs = prompt(rows, padded=padded)
     free = original.generate(**inputs, **GREEDY, **TOKENS)
-    for way in (
-        {},
-        {"eos_token_id": [int(free[row, 14 + 3 * row]) for row in range(3)]},
-        {"stop_strings": f"w{int(free[1, -5])}", "tokenizer": tokenizer},
-    ):
+    ends = [int(free[row % rows, 14 + 3 * row]) for row in range(3)]
+    for way in ({}, {"eos_token_id": ends}, {"stop_strings": f"w{int(free[-1, -5])}", "tokenizer": tokenizer}):
         ours = model.generate(**inputs, **GREEDY, **TOKENS, **way, assistant_model=assistant)
         assert torch.equal(ours, original.generate(**inputs, **GREEDY, **TOKENS, **way))
-    for way in ({}, {"eos_token_id": [int(free[row, 14 + 3 * row]) for row in range(3)]}):
+    for way in ({}, {"eos_token_id": ends}):
         wanted = {**GREEDY, **way, "output_logits": True, "max_new_tokens": 30}
         same(run(model, inputs, **wanted, assistant_model=assistant), run(original, inputs, **wanted))
     assert loops(model) == []
-    assert ragged(model)
+    assert ragged(model) == (rows > 1)
     mean = sum(map(sum, taken)) / sum(map(len, taken))
     assert mean > 2.5 if seed == 0 else mean < 2
 
