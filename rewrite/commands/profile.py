@@ -52,8 +52,6 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--needless/--no-needless", default=True, help="Look for compute that need not happen.")
 @click.option("--markdown", type=FILE, metavar="FILE", help="Write it as Markdown, for a pull request.")
 @click.option("--html", type=FILE, metavar="FILE", help="Write a report, one file.")
-@click.option("--ladder", type=FILE, metavar="FILE", help="Show in the report what `bench --ladder --json` wrote.")
-@click.option("--families", type=FOLDER, metavar="DIR", help="Show in the report rows of bench/families.py.")
 @click.option("--png", type=FILE, metavar="FILE", help="Draw the bars of both sides.")
 @click.option("--traces", type=FOLDER, metavar="DIR", help="Keep the traces of both sides, for Perfetto.")
 @reporting_options
@@ -72,7 +70,6 @@ def profile(target: str | None, trace_path: Path | None, quiet: bool, **options:
         from rewrite.profile.html_report import require_libraries
 
         require_libraries()
-    beside = _beside(options)
     if trace_path is not None:
         from rewrite.profile.external_trace import record_of
 
@@ -80,22 +77,9 @@ def profile(target: str | None, trace_path: Path | None, quiet: bool, **options:
     else:
         assert target is not None
         record = _profiled(screen, target, options)
-    record |= beside
     _show(screen, record)
     _write(record, options)
     return 0
-
-
-def _beside(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What was recorded before and is to stand in the report; read before anything is measured."""
-    from rewrite.profile import attachments
-
-    found: dict[str, Any] = {}
-    if options["ladder"] is not None:
-        found["ladder"] = attachments.ladder(options["ladder"])
-    if options["families"] is not None:
-        found["families"] = attachments.families(options["families"])
-    return found
 
 
 def _profiled(screen: Screen, target: str, options: Mapping[str, Any]) -> dict[str, Any]:

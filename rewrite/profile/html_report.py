@@ -108,8 +108,6 @@ def _plots(record: Mapping[str, Any], trace: bool) -> list[dict[str, Any]]:
         made += [_modules(side, _title(record, name)) for name, side in record["sides"].items()]
         found.append(_tables("lines", "By line and by module", made))
         found += [_change(record["change"])] if record.get("change") else []
-    found += [_ladder(record["ladder"], record)] if "ladder" in record else []
-    found += [_families(record)] if "families" in record else []
     return found
 
 
@@ -137,62 +135,6 @@ def _change(hunks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
 
 def _us(value: float | None) -> str:
     return f"{value:.1f}" if value else ""
-
-
-def _ladder(ladder: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = [
-        kind for kind in categories.CATEGORIES if any(rung.get("categories", {}).get(kind) for rung in ladder["rungs"])
-    ]
-    rows = [
-        (
-            rung["name"],
-            str(rung.get("sites", "")),
-            f"{rung['decode_ms'] * 1e3:.0f}" if rung.get("decode_ms") else rung.get("error", NONE),
-            *(_us(rung.get("categories", {}).get(kind)) for kind in kinds),
-        )
-        for rung in ladder["rungs"]
-    ]
-    headings = ("", "sites", "µs a token", *(categories.TITLES[kind] for kind in kinds))
-    cell = ladder.get("cell", {})
-    said = ", ".join(f"{name} {value}" for name, value in cell.items())
-    versions = " · ".join(f"{name} {value}" for name, value in ladder.get("versions", {}).items() if value)
-    where = " · ".join(filter(None, (str(ladder.get("model", "")), said, str(ladder.get("device", "")), versions)))
-    return {
-        "name": "ladder",
-        "heading": "One transform more at a time",
-        "svg": plots.svg(plots.ladder, record, "ladder", "Stacked bars of the time of a token after each transform"),
-        "caption": f"Kernels of a token by category; grey is what the wall clock has beyond them. {where}",
-        "legend": True,
-        "tables": [Shown("The same as a table", headings, rows)],
-        "notes": [],
-    }
-
-
-def _families(record: Mapping[str, Any]) -> dict[str, Any]:
-    found = sorted(record["families"].items(), key=lambda item: -float(item[1]["speed_up"]))
-    rows = [
-        (
-            name,
-            str(row.get("published", "")),
-            f"{row['eager_ms']:.2f}",
-            f"{row['ours_ms']:.3f}",
-            f"{row['speed_up']:.1f}×",
-            f"{row['share']:.0%}" if row.get("share") else NONE,
-        )
-        for name, row in found
-    ]
-    headings = ("family", "sizes of", "original, ms", "rewritten, ms", "speed-up", "of the memory limit")
-    devices = ", ".join(sorted({str(row.get("device")) for _, row in found}))
-    caption = f"Generating at batch 1; grey bars have no graph, this model stands out. {devices}"
-    return {
-        "name": "families",
-        "heading": "Beside other families",
-        "svg": plots.svg(plots.families, record, "families", "Bars of the speed-up of each family"),
-        "caption": caption,
-        "legend": False,
-        "tables": [Shown("The same as a table", headings, rows, frozenset({0, 1}))],
-        "notes": [],
-    }
 
 
 def _tables(name: str, heading: str, made: Sequence[Shown]) -> dict[str, Any]:

@@ -165,47 +165,6 @@ def timeline(record: Mapping[str, Any]) -> Any:
     return figure
 
 
-def ladder(record: Mapping[str, Any]) -> Any:
-    """A token after each transform, one more at a time: what runs by category, and the rest of the wall clock."""
-    rungs = [rung for rung in record["ladder"]["rungs"] if rung.get("decode_ms")]
-    figure, axes = _figure(0.9 + 0.3 * len(rungs))
-    longest = max(float(rung["decode_ms"]) * 1e3 for rung in rungs)
-    for place, rung in enumerate(rungs):
-        pieces, wall = rung_parts(rung), float(rung["decode_ms"]) * 1e3
-        _bar(axes, place, pieces, longest)
-        end = max(wall, sum(us for _, us in pieces))
-        axes.text(end, place, f"  {wall / 1e3:.3g} ms", va="center", fontsize=8, color=LIGHT["text"])
-    axes.set_yticks(range(len(rungs)), [rung["name"] for rung in rungs])
-    axes.invert_yaxis()
-    axes.set_xlim(0, longest * 1.15)
-    axes.set_xlabel("µs a token, less is better")
-    return figure
-
-
-def rung_parts(rung: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """What a token of a rung is made of: its kernels, and what the wall clock has beyond them."""
-    found = [(kind, us) for kind in categories.CATEGORIES if (us := rung.get("categories", {}).get(kind, 0.0))]
-    beyond = float(rung["decode_ms"]) * 1e3 - sum(us for _, us in found)
-    return [*found, (HOST if found else UNKNOWN, beyond)] if beyond > 0 else found
-
-
-def families(record: Mapping[str, Any]) -> Any:
-    """How many times as fast as its original each family is, the fastest first."""
-    rows = sorted(record["families"].items(), key=lambda item: -float(item[1]["speed_up"]))
-    family = Path(record.get("source", "")).parent.name
-    figure, axes = _figure(0.8 + 0.17 * len(rows))
-    for place, (_, row) in enumerate(rows):
-        kind = categories.ATTENTION if row["file"] == family else categories.GEMM
-        axes.barh(place, row["speed_up"], height=0.7, color=LIGHT[kind if row.get("graph") else HOST])
-        axes.text(row["speed_up"], place, f" {row['speed_up']:.1f}×", va="center", fontsize=7, color=LIGHT["text"])
-    axes.axvline(1.0, color=LIGHT["text"], lw=0.8)
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.tick_params(axis="y", labelsize=7)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlabel("times as fast as the original, generating")
-    return figure
-
-
 def _figure(height: float, rows: int = 0) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 

@@ -2,8 +2,7 @@
 
 The measure is the whole captured step: a kernel that is faster alone can be slower where it overlaps with the kernels
 around it. `steps` captures and times steps, `candidates` says what is worth trying, `search` tries it, `results`
-writes and prints what was found. Nothing here needs libcst, click or rich: `python -m rewrite.tuning PACKAGE` runs on
-a machine that has only torch and transformers.
+writes and prints what was found.
 """
 
 from .tuning_run import Plan, tune
