@@ -99,7 +99,8 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def entry(registry: MutableMapping[Any, Any], key: Any, value: Any) -> Iterator[None]:
     """Set an entry of a registry; it is what it was afterwards, or is not there."""
-    before = registry.get(key, _MISSING)
+    own = getattr(registry, "_local_mapping", registry)  # of transformers' registries, before what all have
+    before = own.get(key, _MISSING)
     registry[key] = value
     try:
         yield

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import DynamicLayer
 
 from .change import Absent, Change, altered, bare, entry, method_patched, patched, wrapped
 from .families import Side
@@ -62,6 +63,7 @@ def _classes(side: Side) -> Iterator[Change]:
         for base in bases[:1] if kind.__module__ != side.file.__name__ and "forward" in vars(kind) else ():
             make = lambda _, base=base: method_patched(base, "forward")
             yield Change("library class, forward", base.__name__, make)
+    yield Change("library class, forward", "DynamicLayer.update", lambda _: method_patched(DynamicLayer, "update"))
     for name in ("__call__", "_call_impl", "__getattr__"):
         yield Change("library class, forward", f"Module.{name}", lambda _, name=name: _counting(name))
 

@@ -18,6 +18,44 @@ from .walk import ABSENT, AFTER, BEFORE, DIFFERENT, REFUSED, NotUndone, Row, cha
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EACH = 8
 """Changes of each family in the sample."""
+SEEN = (
+    "class, method: LlamaMLP.forward",
+    "class, method: LlamaAttention.forward",
+    "class, method: LlamaDecoderLayer.forward",
+    "class, method: LlamaRMSNorm.forward",
+    "class, method: LlamaRotaryEmbedding.forward",
+    "library class, forward: Linear",
+    "library class, forward: SiLUActivation",
+    "library class, forward: Module.__call__",
+    "library class, forward: DynamicLayer.update",
+    "function of the file, wrapped: apply_rotary_pos_emb",
+    "function of the file, wrapped: eager_attention_forward",
+    "function imported, bare: create_causal_mask",
+    "torch function elsewhere: nn.functional.linear",
+    "torch function elsewhere: nn.functional.scaled_dot_product_attention",
+    "torch function elsewhere: nn.functional.silu",
+    "torch function mode: linear elsewhere",
+    "registry, entry: ALL_ATTENTION_FUNCTIONS['sdpa']",
+    "registry, entry: ALL_MASK_ATTENTION_FUNCTIONS['sdpa']",
+    "module, class: model.layers.*.mlp (",
+    "module, class: model.layers.*.self_attn (",
+    "module, class: model.layers.*.self_attn.o_proj (",
+    "module, class: model.layers.*.input_layernorm (",
+    "module, attribute: model.layers.*.self_attn (",
+    "module, attribute: model.layers.*.input_layernorm (",
+    "module, replaced by nothing: model.layers.*.mlp.act_fn (",
+    "module, forward on the instance: model.layers.*.self_attn (",
+    "module, hook: model.layers.* (",
+    "parameter, .data swapped: model.layers.*.self_attn.o_proj (",
+    "configuration, new field: is_causal = False",
+    "configuration, field: num_hidden_layers = 1",
+    "configuration, inner field: rope_parameters['rope_theta']",
+    "generation method, instance: prepare_inputs_for_generation",
+    "generation method, mixin: _update_model_kwargs_for_generation",
+    "mode: default device cpu",
+    "mode: default dtype float64",
+)
+"""Changes that are made in every run of the tests."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +85,12 @@ def test_an_unchanged_package_replays_and_says_what_the_original_says(family: st
 def test_a_sample_of_changes_is_seen_or_refused(family: str) -> None:
     rows = [row for task in tasks([family], EACH, DEVICE) for row in rows_of(task)]
     assert not any(row.wrong for row in rows), markdown(rows)
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_change_is_in_the_next_call(name: str) -> None:
+    found = row(name)
+    assert not found.wrong, markdown([found])
 
 
 def test_there_are_changes_of_every_kind_and_a_draw_is_spread_over_them() -> None:
