@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 from ..core import backend, lazy_hooks, output_layout
 from ..device import row_tiles
-from ..launching.launch import overlaps
 from .add_rms_norm import empty_sum, sum_refusal
-from .layer_norm import layer_norm
+from .layer_norm import launch_layer_norm, layer_norm
 from .layer_norm import refusal as norm_refusal
 from .layer_norm_backward import layer_norm_backward
 from .layer_norm_backward import refusal as backward_refusal
@@ -27,9 +26,6 @@ for size in (4096, 131072):
     rows = tensor(1, size)
     case(f"{size} columns, adds", add_layer_norm, rows, rows, tensor(size), tensor(size), EPS)
 """
-
-if backend.triton_installed():
-    from .layer_norm import layer_norm_kernel
 
 
 def add_layer_norm(
@@ -194,28 +190,7 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     summed = empty_sum(hidden_states, residual)
     normed = torch.empty_like(summed, dtype=dtype)
-    if summed.numel() == 0:
-        return normed, summed
-    hidden_size = summed.shape[-1]
-    row_count = summed.numel() // hidden_size
-    x, stride = row_tiles.flatten(hidden_states)
-    residual, residual_stride = row_tiles.flatten(residual)
-    weight = None if weight is None else weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    block_rows, block_cols, num_warps = row_tiles.tile(hidden_size, row_count)
-    overlap = overlaps(summed)
-    with backend.device_guard(summed):
-        layer_norm_kernel.launch(
-            (-(-row_count // block_rows), 1, 1),
-            num_warps,
-            (x, residual, x if weight is None else weight, x if bias is None else bias, normed, summed),
-            (row_count,),
-            (1, stride, 0, residual_stride),
-            (eps,),
-            (hidden_size, 1, True, weight is not None, bias is not None, block_rows, block_cols, overlap),
-            overlap=overlap,
-        )
-    return normed, summed
+    return launch_layer_norm(hidden_states, weight, bias, eps, normed, residual, summed), summed
 
 
 def _fake(

@@ -15,8 +15,7 @@ import torch
 from ..aiter import aiter_norms
 from ..core import backend, lazy_hooks
 from ..device import row_tiles
-from ..launching.launch import overlaps
-from .rms_norm import note_made, result_dtype, rms_norm
+from .rms_norm import launch_rms_norm, note_made, result_dtype, rms_norm
 from .rms_norm import reference as norm_reference
 from .rms_norm import refusal as norm_refusal
 from .rms_norm_backward import refusal as backward_refusal
@@ -31,9 +30,6 @@ for model in LLAMAS:
 case("Gemma 9B, adds", added, GEMMA_9B.hidden_size, offset=1.0, weight_in_fp32=True)
 case("131072 columns, adds", added, 131072)
 """
-
-if backend.triton_installed():
-    from .rms_norm import rms_norm_kernel
 
 
 def add_rms_norm(
@@ -195,27 +191,7 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     summed = empty_sum(hidden_states, residual)
     normed = torch.empty_like(summed, dtype=result_dtype(summed.dtype, weight, weight_in_fp32))
-    if summed.numel() == 0:
-        return normed, summed
-    hidden_size = summed.shape[-1]
-    row_count = summed.numel() // hidden_size
-    x, stride = row_tiles.flatten(hidden_states)
-    residual, residual_stride = row_tiles.flatten(residual)
-    weight = None if weight is None else weight.contiguous()
-    block_rows, block_cols, num_warps = row_tiles.tile(hidden_size, row_count)
-    overlap = overlaps(summed)
-    with backend.device_guard(summed):
-        rms_norm_kernel.launch(
-            (-(-row_count // block_rows), 1, 1),
-            num_warps,
-            (x, residual, x if weight is None else weight, normed, summed),
-            (row_count,),
-            (1, stride, 0, residual_stride),
-            (eps, offset),
-            (hidden_size, True, False, weight is not None, weight_in_fp32, block_rows, block_cols, overlap),
-            overlap=overlap,
-        )
-    return normed, summed
+    return launch_rms_norm(hidden_states, weight, eps, offset, weight_in_fp32, normed, residual, summed), summed
 
 
 _op = backend.register(

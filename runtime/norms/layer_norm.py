@@ -231,8 +231,13 @@ def launch_layer_norm(
     bias: torch.Tensor | None,
     eps: float,
     out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    summed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run the kernel; the result is `out`, contiguous and of the input's shape and dtype, where that is given."""
+    """Run the kernel; the result is `out`, contiguous and of the input's shape, where that is given.
+
+    With `summed`, contiguous memory for it, the norm is that of the sum with `residual`.
+    """
     if out is None:
         out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
     if out.numel() == 0:
@@ -240,6 +245,7 @@ def launch_layer_norm(
     hidden_size = out.shape[-1]
     row_count = out.numel() // hidden_size
     x, inner, outer_stride, inner_stride = row_tiles.collapse(hidden_states)
+    added, added_stride = (x, 0) if residual is None else row_tiles.flatten(residual)
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     parameter = weight if weight is not None else bias
@@ -250,13 +256,19 @@ def launch_layer_norm(
         layer_norm_kernel.launch(
             (-(-row_count // block_rows), 1, 1),
             num_warps,
-            (x, x, x if weight is None else weight, x if bias is None else bias, out, out),
+            (
+                x, added, x if weight is None else weight, x if bias is None else bias, out,
+                out if summed is None else summed,
+            ),
             (row_count,),
-            (inner, outer_stride, inner_stride, 0),
+            (inner, outer_stride, inner_stride, added_stride),
             (eps,),
-            (hidden_size, groups, False, weight is not None, bias is not None, block_rows, block_cols, overlap),
+            (
+                hidden_size, groups, summed is not None, weight is not None, bias is not None, block_rows, block_cols,
+                overlap,
+            ),
             overlap=overlap,
-        )
+        )  # fmt: skip
     return out
 
 

@@ -292,10 +292,12 @@ def launch_rms_norm(
     weight_in_fp32: bool,
     out: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    summed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the kernel; the result is `out`, contiguous and of the result's shape, where that is given.
 
-    To one row a contiguous `residual` of its shape is added, before anything is rounded.
+    To one row a contiguous `residual` of its shape is added, before anything is rounded. With `summed`, contiguous
+    memory for it, the norm is that of the sum with `residual`, of any strides.
     """
     if out is None:
         out = _empty(hidden_states, weight, weight_in_fp32)
@@ -304,6 +306,9 @@ def launch_rms_norm(
     hidden_size = out.shape[-1]
     row_count = out.numel() // hidden_size
     x, inner, outer_stride, inner_stride = row_tiles.collapse(hidden_states)
+    added, added_stride = x if residual is None else residual, 0
+    if summed is not None:
+        added, added_stride = row_tiles.flatten(added)
     weight = None if weight is None else weight.contiguous()
     block_rows, block_cols, num_warps = row_tiles.tile(hidden_size, row_count)
     overlap = overlaps(out)
@@ -311,13 +316,13 @@ def launch_rms_norm(
         rms_norm_kernel.launch(
             (-(-row_count // block_rows), 1, 1),
             num_warps,
-            (x, x if residual is None else residual, x if weight is None else weight, out, out),
+            (x, added, x if weight is None else weight, out, out if summed is None else summed),
             (row_count,),
-            (inner, outer_stride, inner_stride, 0),
+            (inner, outer_stride, inner_stride, added_stride),
             (eps, offset),
             (
-                hidden_size, False, residual is not None, weight is not None, weight_in_fp32, block_rows, block_cols,
-                overlap,
+                hidden_size, summed is not None, residual is not None and summed is None, weight is not None,
+                weight_in_fp32, block_rows, block_cols, overlap,
             ),
             overlap=overlap,
         )  # fmt: skip
