@@ -15,7 +15,7 @@ from rewrite.analysis.loops.carried_states import handed_states, kept_states
 from rewrite.analysis.loops.indexers import hindrance
 from rewrite.analysis.loops.loop_inputs import only_recomputes
 from rewrite.analysis.loops.own_caches import CACHES, mark_of_caches
-from rewrite.analysis.loops.own_loop import cut_by_length, own_part
+from rewrite.analysis.loops.own_loop import own_part
 from rewrite.analysis.tree.module import ClassInfo, Module, of_kind, walk
 from rewrite.analysis.tree.nodes import called_attribute, calls_in, expression, parameters, replace_nodes
 from rewrite.analysis.tree.replacement import name_is_free, with_call
@@ -80,7 +80,6 @@ class StaticCache(Transform):
         "device_size": "an indexer's number of candidates is known to the device alone, or some may hold no token: no "
         "mask is seen to be put over its scores",
         "own_cache": "the file makes a cache of a class of its own",
-        "mask_by_length": "attention cuts its mask by the number of keys, and a fixed buffer always has all",
         "own_loop": "the class has a part of the generation loop of its own",
         "other_range": "the length of the range, size or slice depends on a cache, or it has a step, a dtype of its "
         "own or something beside whole dimensions in front of it",
@@ -91,7 +90,6 @@ class StaticCache(Transform):
         "other_state": "fixed buffers for these states too",
         "device_size": "a choice among a fixed number of candidates, and a mask over them",
         "own_cache": "fixed buffers for what that cache holds",
-        "mask_by_length": "a mask cut at the position of the token",
         "own_loop": "a step that does what this part does",
         "name_taken": "another name in the file",
         "loses_comment": "the comment in another place",
@@ -241,8 +239,6 @@ def _skip(info: ClassInfo, module: Module) -> Skip | None:
         return Skip("other_state", state)
     if (hindered := hindrance(module)) is not None:
         return Skip(*hindered)
-    if (cut := cut_by_length(module)) is not None:
-        return Skip("mask_by_length", cut)
     return None
 
 

@@ -6,8 +6,6 @@ that are never run (`runtime/decode/recorded_inputs.py`): it may compute, and mu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import libcst as cst
 import libcst.matchers as m
 
@@ -98,36 +96,3 @@ def _depends_on_itself(line: cst.Assign | cst.AugAssign) -> bool:
 
 def _read(value: cst.BaseExpression) -> set[str]:
     return {name for node in walk(value) if (name := self_attribute(node)) is not None}
-
-
-def cut_by_length(module: Module) -> str | None:
-    """Return the code of a subscript `x[…, keys - queries : keys, …]` that has nothing to tell a step what it means.
-
-    With `: keys` for another dimension it is rows of a table over all positions, and a step takes those at its own
-    position (`runtime/decode/device_length.py`).
-    """
-    for node in of_kind(module.tree, cst.Subscript):
-        slices = [element.slice for element in node.slice if isinstance(element.slice, cst.Slice)]
-        rows = [part for part in slices if _is_rows(part)]
-        if rows and not (len(rows) == 1 and rows[0].upper is not None and _has_columns(slices, rows[0].upper)):
-            return module.code(node)
-    return None
-
-
-def _is_rows(part: cst.Slice) -> bool:
-    ends = m.Slice(lower=m.BinaryOperation(left=m.Name(), operator=m.Subtract(), right=m.Name()), upper=m.Name())
-    if not m.matches(part, ends) or part.lower is None or part.upper is None:
-        return False
-    return part.upper.deep_equals(cst.ensure_type(part.lower, cst.BinaryOperation).left)
-
-
-def _has_columns(slices: Iterable[cst.Slice], keys: cst.BaseExpression) -> bool:
-    """Whether one of several slices is `: keys`."""
-    first = m.OneOf(m.Integer("0"), m.Name("None"))
-    return any(
-        part.upper is not None
-        and part.upper.deep_equals(keys)
-        and (part.lower is None or m.matches(part.lower, first))
-        and part.step is None
-        for part in slices
-    )
