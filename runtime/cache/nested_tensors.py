@@ -6,12 +6,13 @@ What is no tensor there belongs to the form: a step that finds another form than
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PretrainedConfig
 
 _PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)
@@ -32,62 +33,43 @@ class Nested:
 
     Args:
         value: that holds tensors.
-        kind: a class whose objects hold tensors in their attributes; None for none.
+        kind: a class whose object holds tensors in its attributes; None for none.
 
     Raises:
         UnknownState: if something in it may hold tensors in a way that is not known here.
     """
 
     def __init__(self, value: Any, kind: type | None = None):
-        self.value, self._kind = value, kind
-        self.tensors = list(self._tensors(value))
-        self.form: Hashable = self._form(value)
+        self.value = value
+        self._is_object = kind is not None and isinstance(value, kind)
+        held = vars(value) if self._is_object else value
+        if self._is_object:
+            held = {name: held[name] for name in sorted(held) if name not in _OF_THE_LOOP}
+        self._leaves, self._spec = tree_flatten(held)
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self.form = self._spec, [_form(leaf) for leaf in self._leaves]
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """Return a value of the same form with other tensors; lists, dictionaries and objects are new ones."""
         waiting = iter(tensors)
-        return self._filled(self.value, waiting)
-
-    def _parts(self, value: Any) -> dict[Any, Any] | None:
-        """Return what a value consists of; None for one that has no parts."""
-        if type(value) in (list, tuple):
-            return dict(enumerate(value))
-        if type(value) is dict:
-            return value
-        if self._kind is not None and isinstance(value, self._kind):
-            return {name: vars(value)[name] for name in sorted(vars(value)) if name not in _OF_THE_LOOP}
-        return None
-
-    def _tensors(self, value: Any) -> Iterator[Tensor]:
-        if isinstance(value, Tensor):
-            yield value
-        for part in (self._parts(value) or {}).values():
-            yield from self._tensors(part)
-
-    def _form(self, value: Any) -> Hashable:
-        if isinstance(value, Tensor):
-            return Tensor
-        if (parts := self._parts(value)) is not None:
-            return type(value), tuple((name, self._form(part)) for name, part in parts.items())
-        if isinstance(value, _PLAIN):
-            return type(value), value
-        if isinstance(value, PretrainedConfig):
-            return id(value)
-        raise UnknownState(value)
-
-    def _filled(self, value: Any, waiting: Iterator[Tensor]) -> Any:
-        if isinstance(value, Tensor):
-            return next(waiting)
-        if (parts := self._parts(value)) is None:
-            return value
-        new = {name: self._filled(part, waiting) for name, part in parts.items()}
-        if type(value) in (list, tuple):
-            return type(value)(new.values())
-        if type(value) is dict:
-            return new
-        filled = copy.copy(value)
-        vars(filled).update(new)
+        made = tree_unflatten(
+            [next(waiting) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves], self._spec
+        )
+        if not self._is_object:
+            return made
+        filled = copy.copy(self.value)
+        vars(filled).update(made)
         return filled
+
+
+def _form(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return Tensor
+    if isinstance(leaf, _PLAIN):
+        return type(leaf), leaf
+    if isinstance(leaf, PretrainedConfig):
+        return id(leaf)
+    raise UnknownState(leaf)
 
 
 def shares(tensors: Sequence[Tensor]) -> bool:
