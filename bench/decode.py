@@ -103,7 +103,7 @@ def card() -> str:
 def render(check: bool) -> int:
     """Put the tables of all recorded results between the markers of docs/performance.md."""
     sys.path.insert(0, str(ROOT))
-    from rewrite.benchmark import pages
+    import decode_page
 
     found = {
         kind: [json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob(f"{kind}-*.json"))]
@@ -112,7 +112,7 @@ def render(check: bool) -> int:
     order = list(JOBS)
     for records in found.values():
         records.sort(key=lambda record: order.index(record["shape"]))
-    tables = pages.decoding(found["decode"], found["ladder"], found["generation"])
+    tables = decode_page.decoding(found["decode"], found["ladder"], found["generation"])
     return int(between(PAGE, BEGIN, END, tables, check))
 
 

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rewrite.benchmark import benchmark_run, benchmark_tables, chart, contenders, ladder, pages, token_parity
+from rewrite.benchmark import benchmark_run, benchmark_tables, chart, contenders, ladder, token_parity
 from rewrite.benchmark.benchmark_models import build, load, sharing
 from rewrite.benchmark.benchmark_plan import Cell, Plan, cells, write_json
 from rewrite.benchmark.rungs import prepare
@@ -30,7 +30,12 @@ from rewrite.measure import limits, presets, timing
 from rewrite.source.resolve import resolve
 from rewrite.transforms import select
 
-FIXTURE = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+import decode_page  # noqa: E402
+
+FIXTURE = ROOT / "fixtures" / "models" / "modeling_tiny_llama.py"
 LLAMA = presets.config_for(LlamaConfig, "tiny")
 
 
@@ -211,7 +216,7 @@ def test_a_measurement_is_complete(record: dict[str, Any]) -> None:
 
 def test_tables_fit_80_columns(record: dict[str, Any]) -> None:
     assert max(map(len, benchmark_tables.text(record).splitlines())) <= 80
-    assert "rewritten" in pages.decoding([record])
+    assert "rewritten" in decode_page.decoding([record])
     slow = json.loads(json.dumps(record))
     for figures in slow["cells"][0]["sides"].values():
         figures["decode_ms"] *= 1e4

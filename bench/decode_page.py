@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from . import ladder
-from .benchmark_plan import LIGER, ORIGINAL, OURS, STATIC, STEP
-from .benchmark_tables import NONE
+from rewrite.benchmark import ladder
+from rewrite.benchmark.benchmark_plan import LIGER, ORIGINAL, OURS, STATIC, STEP
+from rewrite.benchmark.benchmark_tables import NONE
 
 COLUMNS = (ORIGINAL, LIGER, STATIC, STEP, OURS)
 Record = Mapping[str, Any]
