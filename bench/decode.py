@@ -2,11 +2,11 @@
 
     python bench/decode.py prepare PACKAGES                 # needs libcst; writes PACKAGES/{llama,qwen3_moe,ladder}
     python bench/decode.py measure PACKAGES [--only 1b,8b] [--for 480] [--results bench/results] [OPTION …]
-    python -m rewrite.benchmark.ladder PACKAGES/ladder --json bench/results/ladder-1b-h100.json
+    rewrite bench PACKAGES/ladder --ladder --shape 1b --json bench/results/ladder-1b-h100.json
     python bench/generation.py PACKAGES/llama --json bench/results/generation-1b-h100.json
     python bench/decode.py render [--check]                 # writes docs/performance.md from the JSON
 
-`measure` needs torch and transformers only; options that it does not know go to `python -m rewrite.benchmark`. A
+`measure` needs torch and transformers only; options that it does not know go to `decode_run.py`. A
 shape's results are in `decode-<shape>-<card>.json` from its first figure on and grow as it runs, so a run that is
 killed has lost nothing that it printed. For every shape first comes what runs at once, then what has to be compiled;
 the seconds are shared out between the shapes, and what does not fit is recorded as not run.
@@ -25,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+RUN = Path(__file__).with_name("decode_run.py")
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- bench/decode.py render: begin -->", "<!-- bench/decode.py render: end -->"
 
@@ -70,7 +71,7 @@ def measure(folder: Path, results: Path, only: list[str], seconds: float, more: 
         budget = left * job.share / shares
         shares -= job.share
         out = results / f"decode-{name}-{card()}.json"
-        command = [sys.executable, "-m", "rewrite.benchmark", str(folder / job.package), "--shape", name]
+        command = [sys.executable, str(RUN), str(folder / job.package), "--shape", name]
         command += ["--cells", job.cells, "--compiled-cells", job.compiled, "--static-cells", "1x512"]
         command += ["--prefill", job.prefill]
         command += ["--budget", f"{budget:.0f}", "--json", str(out), "--seconds", "4", "--rounds", "4,20"]
@@ -139,7 +140,7 @@ def main() -> int:
     measuring.add_argument("--results", type=Path, default=RESULTS)
     rendering = commands.add_parser("render")
     rendering.add_argument("--check", action="store_true", help="write nothing; 1 if the page is not up to date")
-    given, more = parser.parse_known_args()  # what measure does not know goes to python -m rewrite.benchmark
+    given, more = parser.parse_known_args()  # what measure does not know goes to decode_run.py
     if more and given.command != "measure":
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     if given.command == "prepare":

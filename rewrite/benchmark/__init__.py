@@ -1,7 +1,7 @@
 """Measures a rewritten package against its original: prefill, decode and `generate()`, interleaved, with parity.
 
-`python -m rewrite.benchmark PACKAGE` needs torch and transformers only; `rewrite bench` is the same with a table and a
-chart. Nothing here imports torch or transformers before a measurement starts.
+`rewrite bench` prints the table and draws the chart. Nothing here imports torch or transformers before a measurement
+starts.
 """
 
 from __future__ import annotations

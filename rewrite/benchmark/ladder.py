@@ -7,9 +7,7 @@ by the ratios of both.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,14 +15,14 @@ from statistics import median
 from typing import Any
 
 from rewrite.console.progress_steps import Step
-from rewrite.errors import RewriteError, UsageError
+from rewrite.errors import UsageError
 from rewrite.measure import profiling, timing
 from rewrite.measure.categories import CATEGORIES, TITLES
-from rewrite.measure.presets import SHAPES, config_for
+from rewrite.measure.presets import config_for
 
 from . import contenders, token_parity
 from .benchmark_models import build, load, sharing
-from .benchmark_plan import ORIGINAL, OURS, Cell, Plan, write_json
+from .benchmark_plan import ORIGINAL, OURS, Cell, Plan
 from .benchmark_run import _quiet, claim, header
 from .benchmark_tables import NONE, Table, narrow, plain_rows, ratio_text
 
@@ -185,40 +183,3 @@ def exit_code(record: Mapping[str, Any]) -> int:
     """1 if a rung failed, or its tokens are not the original's."""
     higher = record["rungs"][1:]
     return int(any("error" in rung or not rung["parity"]["passed"] for rung in higher))
-
-
-def main() -> int:
-    """`python -m rewrite.benchmark.ladder FOLDER`: measure a prepared ladder."""
-    parser = argparse.ArgumentParser(prog="python -m rewrite.benchmark.ladder", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="1b")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, nargs=2, default=(5, 15))
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each rung")
-    parser.add_argument("--parity-rows", type=int, default=4)
-    parser.add_argument("--parity-tokens", type=int, default=64)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    names = ("shape", "device", "dtype", "new_tokens", "seconds", "parity_rows", "parity_tokens")
-    plan = Plan(
-        given.folder,
-        cells=(Cell(given.batch, given.context),),
-        rounds=(given.rounds[0], given.rounds[1]),
-        **{name: getattr(given, name) for name in names},
-    )
-    keep = (lambda record: write_json(given.json, record)) if given.json else (lambda record: None)
-    try:
-        record = measure(given.folder, plan, keep, lambda message: print(f"… {message}", file=sys.stderr, flush=True))
-    except RewriteError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    print(text(record))
-    return exit_code(record)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -322,7 +322,8 @@ def test_measuring_needs_neither_libcst_nor_click_nor_rich(plan: Plan, tmp_path:
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('libcst', 'click', 'rich'), None))\n"
-        "from rewrite.benchmark.__main__ import main\n"
+        f"sys.path.insert(0, {str(ROOT / 'bench')!r})\n"
+        "from decode_run import main\n"
         "sys.exit(main())"
     )
     arguments = [plan.package, "--original", plan.original, "--shape", "tiny", "--device", "cpu", "--dtype", "float32"]

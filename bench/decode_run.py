@@ -1,4 +1,4 @@
-"""`python -m rewrite.benchmark PACKAGE`: measures where only torch and transformers are installed."""
+"""One package at chosen batches and contexts: measures where only torch and transformers are installed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from rewrite.benchmark.benchmark_plan import LIGER, ORIGINAL, OURS, STATIC, STEP, Cell, Plan, cells, write_json
 from rewrite.errors import RewriteError
 from rewrite.measure.presets import SHAPES
-
-from .benchmark_plan import LIGER, ORIGINAL, OURS, STATIC, STEP, Cell, Plan, cells, write_json
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -25,7 +24,7 @@ def cell_list(text: str) -> tuple[Cell, ...]:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    made = argparse.ArgumentParser(prog="python -m rewrite.benchmark", description=__doc__)
+    made = argparse.ArgumentParser(description=__doc__)
     made.add_argument("package", type=Path)
     made.add_argument("--original", help="where the original is, if not where the lock says")
     made.add_argument("--shape", choices=tuple(SHAPES), default="1b")
@@ -68,8 +67,8 @@ def plan_of(given: argparse.Namespace) -> Plan:
 
 def main() -> int:
     """Measure, print a table, write what was asked for. Returns the exit code."""
-    from . import benchmark_tables, chart
-    from .benchmark_run import measure
+    from rewrite.benchmark import benchmark_tables, chart
+    from rewrite.benchmark.benchmark_run import measure
 
     given = parser().parse_args()
     keep = (lambda record: write_json(given.json, record)) if given.json else (lambda record: None)
