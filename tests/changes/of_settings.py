@@ -191,7 +191,8 @@ def _global_hook(name: str) -> Iterator[None]:
 
 
 def _default(setting: str, value: Any) -> AbstractContextManager[None]:
-    before = getattr(torch, f"get_{setting}")()
+    # A default device of "cpu" is a mode; there was none.
+    before = None if setting == "default_device" else getattr(torch, f"get_{setting}")()
     change = getattr(torch, f"set_{setting}")
     return called(lambda: change(value), lambda: change(before))
 
