@@ -1,4 +1,4 @@
-"""`rewrite kernels`: what the kernels take of AMD's and NVIDIA's chips, by compiling ahead of time."""
+"""`rewrite kernels`: what the kernels take of AMD's and NVIDIA's chips, by compiling ahead of time; a speed model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rewrite.kernels.cards import CARDS
 from rewrite.kernels.chips import CHIPS
 from rewrite.options.shared_options import FOLDER, Command, reporting_options
 
@@ -21,20 +22,25 @@ if TYPE_CHECKING:
     examples=(
         "rewrite kernels linear rms_norm --target gfx942",
         "rewrite kernels linear --record before.json   # later: --against before.json",
+        "rewrite kernels 8b --card H100 --card MI300X",
         "rewrite kernels rms_norm decode_attention --exact",
     ),
 )
-@click.argument("names", metavar="[KERNEL]…", nargs=-1)
+@click.argument("names", metavar="[KERNEL|MODEL]…", nargs=-1)
 @click.option(
     "--target", "targets", type=click.Choice(tuple(CHIPS)), multiple=True, help="A chip; repeatable.  [default: all]"
 )
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes.  [default: one for each core]")
 @click.option("--record", "record_path", type=FOLDER, metavar="FILE", help="Write what was compiled to a file.")
 @click.option("--against", "against_path", type=FOLDER, metavar="FILE", help="Compare it with such a file.")
+@click.option(
+    "--card", "cards", type=click.Choice(tuple(CARDS)), multiple=True, help="Model a decode step there; repeatable."
+)
 @click.option("--exact", is_flag=True, help="Compare with formulas, in a ring: no bit may differ.")
 @reporting_options
 def kernels(
     names: tuple[str, ...],
+    cards: tuple[str, ...],
     targets: tuple[str, ...],
     jobs: int | None,
     record_path: Path | None,
@@ -49,6 +55,10 @@ def kernels(
     memory, takes more LDS than the chip has, reads element by element, or has more than 1,024 threads; with --against
     also if a launch spills more, takes a quarter more registers, more shared memory, or loses a quarter of its waves.
 
+    With --card it compiles a decode step of each MODEL (1b, 8b, …) for 1, 8 and 32 rows instead, and prints how long a
+    model on paper says that it takes there, and what bounds it. Exits with 1 if a launch fills under 85% of the
+    processors.
+
     With --exact it interprets every kernel on the CPU, in every tile, split and form that the rules choose for either
     vendor, with numbers of a finite ring, in which no sum rounds: exits with 1 if a bit differs from the kernel's
     formula.
@@ -57,9 +67,13 @@ def kernels(
 
     screen = Screen(json=json_path, quiet=quiet)
     if exact:
-        if against_path is not None or record_path is not None:
-            raise click.UsageError("--exact compiles nothing: leave --record and --against out")
+        if cards or against_path is not None or record_path is not None:
+            raise click.UsageError("--exact compiles nothing: leave --card, --record and --against out")
         return _exact(names, targets, jobs, json_path, screen)
+    if cards:
+        if against_path is not None or targets:
+            raise click.UsageError("--against and --target are for kernels: leave --card out")
+        return _modelled(cards, names, record_path, json_path, screen)
     import os
 
     from rewrite.delivery import json_report
@@ -133,3 +147,40 @@ def _drifts(now: Record, before: Record, screen: Screen) -> list[dict[str, Any]]
     text = f"{compared.compared} launches with those of {before.compiler}, {compared.new} are new"
     screen.line("compared", f"{text}: {len(compared.drifts) or 'none'} drifted")
     return [change.to_json() for change in compared.drifts]
+
+
+def _modelled(
+    cards: tuple[str, ...], names: tuple[str, ...], record_path: Path | None, json_path: Path | None, screen: Screen
+) -> int:
+    """Print the speed model's steps of models on cards. Returns the exit code."""
+    from rewrite.delivery import json_report
+    from rewrite.errors import UsageError
+    from rewrite.kernels import planned, speed, speed_tables
+    from rewrite.kernels.model_sizes import STEPS
+
+    unknown = next((name for name in names if name not in STEPS), None)
+    if unknown is not None:
+        raise UsageError(f"no decode step of '{unknown}' is described: there are {', '.join(STEPS)}.")
+    plans: dict[tuple[str, str], planned.Plans] = {}
+    with screen.working("compiling") as progress:
+        for card in cards:
+            for model in names or tuple(STEPS):
+                progress(f"{model} for {card}")
+                plans[card, model] = planned.plan(card, model)
+    if record_path is not None:
+        planned.write(record_path, plans)
+    steps = [
+        speed.predict(CARDS[card], model, rows, launches)
+        for (card, model), found in plans.items()
+        for rows, launches in found.items()
+    ]
+    for step in steps:
+        made = speed_tables.table(step)
+        screen.figures(made.title, made.headings, made.rows, made.notes, gap=1)
+    low = list(speed_tables.unfilled(steps))
+    for one in low:
+        screen.problem("unfilled", str(one))
+    for step in steps:
+        screen.line("modelled", speed_tables.summary(step))
+    json_report.write(json_path, "kernels", speed_tables.record(steps, low))
+    return 1 if low else 0

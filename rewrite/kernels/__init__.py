@@ -4,4 +4,7 @@
 `chips` has the limits of each chip, `findings` judges, `drift` compares with what was recorded, `run` puts the
 processes to work and `tables` writes it down. Triton has the compilers of NVIDIA and AMD in one wheel, so that no GPU
 is needed.
+
+With `--card`, `step` and `planned` collect the launches of a decode step in the same way, and `speed` says by a model,
+whose constants are in `cards`, how long each would take; `speed_tables` writes that down.
 """

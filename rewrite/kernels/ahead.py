@@ -61,9 +61,9 @@ def cards_of(target: str) -> list[Card]:
     if target in CARDS:
         return [CARDS[target]]
     if target == HERE:
-        return [Card(HERE, HERE, 0)]
+        return [Card(HERE, HERE, 0, 0, 0, 0, 0, 0)]
     known = [card for card in CARDS.values() if card.arch == target]
-    return known or [Card(target, target, CHIPS[target].processors)]
+    return known or [Card(target, target, CHIPS[target].processors, 0, 0, 0, 0, 0)]
 
 
 def compile_for(

@@ -49,22 +49,23 @@ class Step:
     """What a decode step of a whole model runs."""
 
     model: Model
+    layers: int
     head_norms: bool = False
     """Whether queries and keys are normalised."""
     mixture: Mixture | None = None
     rows: tuple[int, ...] = (1, 8, 32)
-    """Of sequences, with which it runs."""
+    """Of sequences, for which it is modelled."""
 
 
 MISTRAL_7B = Model("Mistral 7B", 4096, 14336, 32, 8, 128, 32768)
 QWEN3_1_7B = Model("Qwen3 1.7B", 2048, 6144, 16, 8, 128, 151936)
 STEPS = {
-    "1b": Step(LLAMA_1B),
-    "8b": Step(LLAMA_8B),
-    "70b": Step(LLAMA_70B),
-    "mistral-7b": Step(MISTRAL_7B),
-    "qwen3-1.7b": Step(QWEN3_1_7B, head_norms=True),
-    # from 32 rows on its tokens are sorted by expert: torch's grouped product
-    "30b-a3b": Step(QWEN3_30B, head_norms=True, mixture=QWEN3_MOE, rows=(1, 8)),
+    "1b": Step(LLAMA_1B, 16),
+    "8b": Step(LLAMA_8B, 32),
+    "70b": Step(LLAMA_70B, 80),
+    "mistral-7b": Step(MISTRAL_7B, 32),
+    "qwen3-1.7b": Step(QWEN3_1_7B, 28, head_norms=True),
+    # from 32 rows on its tokens are sorted by expert (torch's grouped product), which is not modelled
+    "30b-a3b": Step(QWEN3_30B, 48, head_norms=True, mixture=QWEN3_MOE, rows=(1, 8)),
 }
 """By the names that `rewrite bench --shape` has, where it has them."""

@@ -1,4 +1,4 @@
-"""The launches of a decode step of real models: which operators run.
+"""The launches of a decode step of real models: which operators run, how often, and what they move.
 
 The operators choose kernels, tiles and splits themselves, as they would on the card that `launch.pretend` named.
 Import this after that.
@@ -7,26 +7,36 @@ Import this after that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hf_rewrite_runtime.attention import decode_attention
 from hf_rewrite_runtime.linear import linear
-from hf_rewrite_runtime.moe import experts, router
+from hf_rewrite_runtime.moe import batched_experts, experts, router
 from hf_rewrite_runtime.rope import qkv_batch, qkv_step, rope_cache
 
 from .kernel_cases import int64, tensor
-from .model_sizes import Mixture, Step
+from .model_sizes import Step
 from .stand_ins import Experts, Gate, Norm, cache, prologue
 
+CONTEXT = 512
+"""Tokens before the one of the step."""
 CAPACITY = 1024
+WORD = 2
+"""Bytes of a number."""
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """One operator of a step."""
 
     name: str
+    count: int
+    """How often it runs in a step."""
+    moved: int
+    """Bytes of weights and cache that its first launch moves; what is between launches stays in the L2 cache."""
     call: Callable[[], object]
 
 
@@ -35,21 +45,28 @@ def parts(step: Step, rows: int) -> Iterator[Part]:
     model = step.model
     size, width = model.hidden_size, model.heads * model.head_dim
     packed = width + 2 * model.kv_heads * model.head_dim
+
+    def product(name: str, out: int, cols: int, normed: bool) -> Part:
+        return Part(name, step.layers, out * cols * WORD, lambda: _product(rows, out, cols, normed))
+
     if rows > 1:
-        yield Part("qkv", lambda: _qkv_rows(step, rows, packed))
+        yield Part("qkv", step.layers, packed * size * WORD, lambda: _qkv_rows(step, rows, packed))
     elif not step.head_norms:
-        yield Part("qkv", lambda: _qkv(step, packed))
+        yield Part("qkv", step.layers, packed * size * WORD, lambda: _qkv(step, packed))
     else:
-        yield Part("qkv", lambda: _product(rows, packed, size, True))
-        yield Part("rotary and cache", lambda: _rope(step, rows, packed, width))
-    yield Part("attention", lambda: _attend(step, rows))
-    yield Part("o", lambda: _product(rows, size, width, False))
+        yield product("qkv", packed, size, True)
+        yield Part("rotary and cache", step.layers, 0, lambda: _rope(step, rows, packed, width))
+    kept = 2 * rows * CONTEXT * model.kv_heads * model.head_dim * WORD
+    yield Part("attention", step.layers, kept, lambda: _attend(step, rows))
+    yield product("o", size, width, False)
     if step.mixture is not None:
-        yield from _experts(step.mixture, rows)
+        yield from _experts(step, rows)
     else:
-        yield Part("gate-up", lambda: _gated(step, rows))
-        yield Part("down", lambda: _product(rows, size, model.intermediate_size, False))
-    yield Part("head", lambda: _product(rows, model.vocabulary, size, True))
+        weight = 2 * model.intermediate_size * size * WORD
+        yield Part("gate-up", step.layers, weight, lambda: _gated(step, rows))
+        yield product("down", size, model.intermediate_size, False)
+    head = model.vocabulary * size * WORD
+    yield Part("head", 1, head, lambda: _product(rows, model.vocabulary, size, True))
 
 
 def _product(rows: int, out: int, cols: int, normed: bool) -> object:
@@ -110,9 +127,19 @@ def _gated(step: Step, rows: int) -> object:
     return product(tensor(rows, 1, size), tensor(2 * inner, size), None, "silu", prologue(size))
 
 
-def _experts(sizes: Mixture, rows: int) -> Iterator[Part]:
+def _experts(step: Step, rows: int) -> Iterator[Part]:
+    sizes = step.mixture
+    assert sizes is not None
     x, weights = tensor(rows, 1, sizes.hidden_size), Experts(sizes)
     gate, norm = Gate(sizes, False), Norm(sizes.hidden_size)
-    yield Part("router", lambda: router.router(x, gate, norm=norm))
+    yield Part(
+        "router", step.layers, sizes.experts * sizes.hidden_size * WORD, lambda: router.router(x, gate, norm=norm)
+    )
     chosen, scores = int64(rows, sizes.top_k), tensor(rows, sizes.top_k)
-    yield Part("experts", lambda: experts.fused_experts(x, weights, chosen, scores, residual=x))
+    one = 3 * sizes.hidden_size * sizes.intermediate_size * WORD
+    pairs = rows * sizes.top_k
+    if batched_experts.are_joined(rows, sizes.top_k, sizes.experts, x.dtype):  # else one that two take is read twice
+        pairs = round(sizes.experts * (1.0 - (1.0 - sizes.top_k / sizes.experts) ** rows))
+    yield Part(
+        "experts", step.layers, pairs * one, lambda: experts.fused_experts(x, weights, chosen, scores, residual=x)
+    )

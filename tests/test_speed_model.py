@@ -1,0 +1,121 @@
+"""The speed model on paper: what bounds a launch, predictions beside measurements, what fills a card badly."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rewrite.kernels import planned, speed, speed_tables
+from rewrite.kernels.cards import CARDS
+from rewrite.kernels.planned import LIBRARY, Planned
+
+ROOT = Path(__file__).parents[1]
+PLANS = planned.load(ROOT / "fixtures/kernels/steps.json")
+PAGE = (ROOT / "docs/speed-model.md").read_text(encoding="utf-8")
+NEAR = 0.15
+"""Part of a measured time by which a prediction may miss it."""
+H100 = CARDS["H100"]
+LARGE = Planned("down", "linear", 32, 10**8, 1056, 256, 4, 64, 128, False, True)
+
+
+def predicted(card: str, model: str, rows: int) -> speed.Predicted:
+    return speed.predict(CARDS[card], model, rows, PLANS[card, model][rows])
+
+
+def lines(heading: str) -> list[list[str]]:
+    """The cells of the table under a heading of the page."""
+    part = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:1] == "|"]
+    return found[2:]
+
+
+@pytest.mark.parametrize("cells", lines("Predicted beside measured"), ids=lambda cells: " ".join(cells[:3]))
+def test_predictions_are_near_what_was_measured(cells: list[str]) -> None:
+    card, model, rows, measured, said, off, _ = cells
+    ms = predicted(card, model, int(rows)).ms
+    assert CARDS[card].calibrated
+    assert said == f"{ms:.3g}", "the page says something else than the model"
+    assert off == f"{ms / float(measured) - 1:+.0%}".replace("-", "−")
+    assert abs(ms / float(measured) - 1) <= NEAR
+
+
+@pytest.mark.parametrize("cells", lines("Cards that were never run"), ids=lambda cells: " ".join(cells[:2]))
+def test_predictions_of_other_cards_are_the_models(cells: list[str]) -> None:
+    card, model, *said = cells
+    assert not CARDS[card].calibrated
+    assert said == [f"{predicted(card, model, rows).ms:.3g}" for rows in (1, 8, 32)]
+
+
+@pytest.mark.parametrize(
+    ("change", "bound"),
+    [
+        ({}, "memory"),
+        ({"moved": 10**6}, "start"),
+        ({"programs": 66}, "processor"),  # half of the processors have all of it
+        ({"threads": 32, "registers": 8, "resident": 1}, "in flight"),
+        ({"kernel": LIBRARY}, "memory"),
+        ({"moved": 0}, "start"),
+    ],
+)
+def test_what_bounds_a_launch(change: dict[str, int], bound: str) -> None:
+    assert speed.timed(H100, replace(LARGE, **change)).bound == bound
+
+
+def test_a_launch_takes_its_bytes_and_its_ramp() -> None:
+    timed = speed.timed(H100, LARGE)
+    assert timed.us == pytest.approx(1e8 / (3.35 * 0.95 * 1e6) + 1.3)
+    assert timed.fill == 1.0
+    without = speed.timed(CARDS["MI300X"], replace(LARGE, programs=304))
+    assert without.us == pytest.approx(1e8 / (5.3 * 0.8 * 1e6) + 1.3 + 2.0)  # none begins early there
+
+
+def test_who_fills_a_card_badly_is_found() -> None:
+    def found(programs: int) -> list[str]:
+        step = speed.predict(H100, "8b", 1, [replace(LARGE, programs=programs)])
+        return [str(one) for one in speed_tables.unfilled([step])]
+
+    assert found(132) == found(1000) == found(10000) == []
+    assert found(140) == [
+        "H100 · 8b · 1 row · down · linear: 140 programs fill 53% of 132 processors, at least 85% are wanted"
+    ]
+
+
+def test_steps_fill_the_cards_but_for_exemptions_that_are_needed() -> None:
+    steps = [
+        speed.predict(CARDS[card], model, rows, launches)
+        for (card, model), plans in PLANS.items()
+        for rows, launches in plans.items()
+    ]
+    assert [str(one) for one in speed_tables.unfilled(steps)] == []
+    assert speed_tables.unused(steps) == []
+    for step in steps:
+        table = speed_tables.table(step)
+        widths = [max(len(row[i]) for row in (table.headings, *table.rows)) for i in range(len(table.headings))]
+        assert sum(widths) + len(widths) - 1 <= 80
+        assert "model" in table.title + " ".join(table.notes)
+        assert ("calibrated" in speed_tables.summary(step)) == step.card.calibrated
+
+
+def test_plans_are_read_as_they_were_written(tmp_path: Path) -> None:
+    planned.write(tmp_path / "steps.json", PLANS)
+    assert planned.load(tmp_path / "steps.json") == PLANS
+
+
+@pytest.mark.skipif(planned.kernel_run.importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_step_is_planned_as_it_was_recorded() -> None:
+    """What is launched, and how it is divided; what the compiler makes of it is `test_ahead_of_time`'s."""
+    names = ("part", "kernel", "count", "moved", "programs", "threads", "matrix", "overlaps")
+    now, then = planned.plan("MI300X", "8b", [8])[8], PLANS["MI300X", "8b"][8]
+    assert [[getattr(one, name) for name in names] for one in now] == [
+        [getattr(one, name) for name in names] for one in then
+    ]
+
+
+def test_constants_have_sources() -> None:
+    text = (ROOT / "rewrite/kernels/cards.py").read_text(encoding="utf-8")
+    after = re.findall(r'^[A-Z_]+ = [\d.]+\n"""(.*?)"""', text, re.M | re.S)
+    assert len(after) >= 9
+    assert all("docs/" in said or "bench/" in said or "assumed" in said for said in after)
