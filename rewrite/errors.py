@@ -129,10 +129,12 @@ class MissingTransformers(MissingLibrary):
 
 
 class NoKernelRecord(UsageError):
-    """A file or folder does not hold what `rewrite kernels --record` wrote."""
+    """A file or folder does not hold what `python -m rewrite.kernels --record` wrote."""
 
     def __init__(self, path: object, why: str):
-        super().__init__(f"{shortened(path)} is no record of kernels: {why} (`rewrite kernels --record` makes one).")
+        super().__init__(
+            f"{shortened(path)} is no record of kernels: {why} (`python -m rewrite.kernels --record` makes one)."
+        )
 
 
 class NeedsGpu(UsageError):
@@ -229,7 +231,7 @@ class NotASweep(UsageError):
     """A file that is to hold the table of a sweep holds something else."""
 
     def __init__(self, path: object, why: str):
-        super().__init__(f"{path} is no table of `rewrite sweep --json`: {why}.")
+        super().__init__(f"{path} is no table of `python -m rewrite.sweep --json`: {why}.")
 
 
 class OriginalNotFound(RewriteError):

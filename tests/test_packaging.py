@@ -79,7 +79,7 @@ for line in {lines!r}:
 """
 LEAN = (
     "modeling_tiny_llama.py --out out --no-verify --diff none", "check out", "sync out", "diff out --diff stat",
-    "diff out --edits", "diff out --format markdown", "explain fuse_qkv", "transforms", "models llama",
+    "diff out --edits", "diff out --format markdown", "explain fuse_qkv", "explain", "models llama",
     "export out --hub hub", "undo out", "eject out",
 )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -64,9 +65,44 @@ class Job:
     """Commit the original and then the package."""
 
 
+HEADINGS = {
+    "Which transforms": ("only", "skip", "with"),
+    "Which model": ("transformers", "revision", "trust-remote-code"),
+    "What is written": ("out", "dry-run", "commit", "force"),
+    "Verification": ("verify", "quick", "device", "dtype", "weights", "seed", "bisect"),
+    "What is said": ("diff", "json", "quiet"),
+}
+
+
+class MainCommand(Command):
+    """The command that is called by naming a model, not itself."""
+
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **given: Any) -> click.Context:
+        """Return the context of a call, in which the command is called as it is typed."""
+        return super().make_context("MODEL", args, *more, **given)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """Return what stands behind MODEL."""
+        return ["--out DIR", "[OPTIONS]"]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, and say of a second word where it was to go: to `--out`, as with `cp`."""
+        typed, ctx.allow_extra_args = [*args], True
+        rest = super().parse_args(ctx, args)
+        if rest and not ctx.resilient_parsing:
+            meant = ""
+            if len(rest) == 1 and ctx.params["out"] is None:
+                place = typed.index(rest[0], typed.index(ctx.params["model"]) + 1)
+                line = ["rewrite", *typed[:place], "--out", *typed[place:]]
+                meant = f", and the folder stands behind --out: {shlex.join(line)}"
+            raise click.UsageError(f"'{rest[0]}' is one word too many: a rewrite takes one MODEL{meant}", ctx)
+        return rest
+
+
 @click.command(
-    cls=Command,
+    cls=MainCommand,
     name="apply",
+    headings=HEADINGS,
     short_help="Rewrite a model into a folder (the default command).",
     examples=("rewrite llama --out ./optimized_llama", "rewrite llama --dry-run > llama.patch"),
 )
@@ -90,10 +126,14 @@ class Job:
     shell_complete=complete_transforms,
     help="Run this too, which runs on request only; repeatable.",
 )
-@transformers_option("Take the model from there, not from what is installed")
+@transformers_option("Take the model from another transformers")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the Hub.")
-@click.option("--verify/--no-verify", default=True, help="Without: write and run nothing; works without torch.")
-@click.option("--dry-run", is_flag=True, help="Write nothing; in a pipe, print a patch that git applies.")
+@click.option(
+    "--verify/--no-verify", default=True, help="Verify, or write and run nothing; without, no torch is needed."
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Write nothing, show the changes; in a pipe as a patch that git applies."
+)
 @diff_option(None, "Show the changes instead of their statistics.")
 @verification_options
 @bisect_option

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command(
     cls=Command,
     short_help="Show what a package changed against its original.",
-    examples=("rewrite diff ./optimized_llama --stat", "rewrite diff ./optimized_llama --edits > my_edits.patch"),
+    examples=("rewrite diff ./optimized_llama --diff stat", "rewrite diff ./optimized_llama --edits > my_edits.patch"),
 )
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @diff_option("unified", "How to show the changes; unified in a pipe is a patch that git applies.")

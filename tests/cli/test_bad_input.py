@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Outcome, rewrite
+from command_line import Outcome, rewrite, tool
 from kept_verdicts import keep
 
 MISSING = """
@@ -60,8 +60,6 @@ def fails(done: Outcome, code: int, *parts: str) -> None:
         (("bench", "llama", "--device", "nonsense"), ("'nonsense'",)),
         (("check", "modeling_tiny.py"), ("modeling_tiny.py is not a rewritten package: it is a file",)),
         (("compile", ".", "--target", "H100"), ("it has no rewrite.lock",)),
-        (("sweep", "llama", "--against", "modeling_tiny.py"), ("is no table of `rewrite sweep --json`",)),
-        (("sweep", "llama", "--beside", "modeling_tiny.py"), ("is no table of `rewrite sweep --json`",)),
         (("llama", "--out", "o", "--json", "nowhere/r.json"), ("there is no folder nowhere", "--json")),
         (("models", "zzzzzz"), ("no model 'zzzzzz'",)),
         (("completion", "tcsh"), ("'tcsh'",)),
@@ -70,6 +68,12 @@ def fails(done: Outcome, code: int, *parts: str) -> None:
 def test_usage(here: Path, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
     fails(rewrite(*arguments), 2, *parts)
     assert sorted(path.name for path in here.iterdir()) == ["modeling_tiny.py"]
+
+
+@pytest.mark.parametrize("option", ["--against", "--beside"])
+def test_no_table_of_a_sweep(here: Path, option: str) -> None:
+    done = tool("sweep", "llama", option, "modeling_tiny.py")
+    fails(done, 2, "is no table of `python -m rewrite.sweep --json`")
 
 
 def test_a_file_that_does_not_parse_names_the_line(here: Path) -> None:
@@ -225,11 +229,11 @@ def test_a_bug_of_ours_is_one_line_and_a_log(here: Path, monkeypatch: pytest.Mon
     assert not (here / "o").exists()
 
 
-def in_process(here: Path, missing: set[str], *arguments: str) -> Outcome:
+def in_process(here: Path, missing: set[str], *arguments: str, program: str = "rewrite.cli") -> Outcome:
     (here / "sitecustomize.py").write_text(MISSING.format(names=missing))
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "rewrite.cli", *arguments],
+        [sys.executable, "-m", program, *arguments],
         cwd=here,
         env={"PYTHONPATH": f"{here}:{root}", "PATH": ""},
         capture_output=True,
@@ -247,7 +251,8 @@ def test_without_torch_everything_but_verification_works(here: Path) -> None:
     for command in ("verify", "bench", "tune", "accept --reason x", "sync --verify"):
         name, *options = command.split()
         fails(in_process(here, {"torch"}, name, "o", *options), 2, "torch is not", "pip install 'hf-rewrite[verify]'")
-    fails(in_process(here, {"torch"}, "sweep", "llama"), 2, "torch is not", "pip install 'hf-rewrite[verify]'")
+    swept = in_process(here, {"torch"}, "llama", program="rewrite.sweep")
+    fails(swept, 2, "torch is not", "pip install 'hf-rewrite[verify]'")
 
 
 def test_without_transformers_it_says_what_to_install(here: Path) -> None:

@@ -49,7 +49,7 @@ def drifts(rows: list[Row]) -> list[str]:
         return []
     before = drift.Record.read(path)
     compared = drift.compare(drift.Record.of(rows), before)
-    assert compared.compared > compared.new, "most launches are not recorded: rewrite kernels --record FILE"
+    assert compared.compared > compared.new, "most launches are not recorded: python -m rewrite.kernels --record FILE"
     return [f"{change}, by {before.compiler} before" for change in compared.drifts]
 
 
