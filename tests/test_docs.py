@@ -5,18 +5,15 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
 
 from hf_rewrite_runtime.rocm import settings as rocm
 from rewrite import docs
-from rewrite.cli import COMMANDS, DefaultGroup
-from rewrite.kernels.kernel_run import known_kernels
+from rewrite.cli import COMMANDS
 from rewrite.transforms import all_transforms
 
 ROOT = Path(__file__).parents[1]
@@ -50,30 +47,6 @@ def test_readme_names_every_command() -> None:
 def blocks(page: str, language: str) -> list[str]:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     return re.findall(rf"```{language}\n(.*?)```", text, re.S)
-
-
-def test_commands_for_amd_exist() -> None:
-    """Every command of the page parses: the command is there, with these options and no missing argument."""
-    lines = [line for block in blocks("amd.md", "bash") for line in block.splitlines()]
-    assert len(lines) > 5
-    for line in lines:
-        program, *words = [word for word in shlex.split(line) if not re.fullmatch(r"[A-Z_]+=\S+", word)]
-        if program in ("pytest", "python"):  # the emulator's
-            module = "tests.emulator.emulation_options" if program == "pytest" else words[1]
-            text = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
-            assert [word for word in words if word.startswith("--") and f'"{word}"' not in text] == []
-            continue
-        assert program == "rewrite"
-        group = DefaultGroup("rewrite")
-        name, *arguments = words if words[0] in COMMANDS else ["apply", *words]
-        command = group.get_command(click.Context(group), name)
-        assert command is not None
-        context = click.Context(command)
-        options, _, _ = command.make_parser(context).parse_args(args=arguments)
-        for parameter in command.params:
-            if not isinstance(parameter.type, click.Path):
-                parameter.handle_parse_result(context, options, [])
-        assert set(context.params.get("names", ())) <= set(known_kernels())
 
 
 def test_calls_for_amd_exist() -> None:
