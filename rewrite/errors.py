@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rewrite.typed import typed
+
 LONGEST_PATH = 200
 """Characters of a path that a message shows in full."""
 
@@ -347,7 +349,7 @@ class VerdictNotReadable(RewriteError):
 
     def __init__(self, folder: object, name: str):
         super().__init__(
-            f"{name} cannot be read, or is of another version of hf-rewrite: rewrite verify {shortened(folder)}"
+            f"{name} cannot be read, or is of another version of hf-rewrite: {typed('verify', shortened(folder))}"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from rewrite.options.shared_options import (
     transformers_option,
     verification_options,
 )
+from rewrite.typed import again
 
 if TYPE_CHECKING:
     from rewrite.console.console import Screen
@@ -87,15 +87,14 @@ class MainCommand(Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, and say of a second word where it was to go: to `--out`, as with `cp`."""
-        typed, ctx.allow_extra_args = [*args], True
+        ctx.allow_extra_args = True
         rest = super().parse_args(ctx, args)
         if rest and not ctx.resilient_parsing:
             meant = ""
             if len(rest) == 1 and ctx.params["out"] is None:
-                place = typed.index(rest[0], typed.index(ctx.params["model"]) + 1)
-                line = ["rewrite", *typed[:place], "--out", *typed[place:]]
-                meant = f", and the folder stands behind --out: {shlex.join(line)}"
-            raise click.UsageError(f"'{rest[0]}' is one word too many: a rewrite takes one MODEL{meant}", ctx)
+                with ctx.scope(cleanup=False):
+                    meant = f"; the folder stands behind --out: {again('--out', rest[0])}"
+            raise click.UsageError(f"'{rest[0]}' is one word too many{meant or ': a rewrite takes one MODEL'}", ctx)
         return rest
 
 
@@ -205,9 +204,13 @@ def _job(
 
 def _run(job: Job, screen: Screen) -> int:
     from rewrite import gc_paused
-    from rewrite.delivery import worker
+    from rewrite.delivery import verification, worker
     from rewrite.source import release
+    from rewrite.verify.models.device import usable_device
 
+    if job.verify and job.request.device is not None:
+        verification.require_libraries("verification (--no-verify leaves it out)")
+        usable_device(job.request.device)
     verifies = bool(click.get_current_context().obj) and job.verify and not job.dry_run and job.out is not None
     with contextlib.ExitStack() as stack:
         judge = stack.enter_context(worker.judge(verifies, job.request.quick))
@@ -269,7 +272,8 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
     if place is None:
         summary.show_build(screen, built, transforms)
         screen.line("written", "nothing (--dry-run)")
-        screen.line("next", f"rewrite {job.model} --out {_folder_for(source)}")
+        out = () if job.out is not None else ("--out", _folder_for(source))
+        screen.line("next", again(*out, without=("--dry-run", "--diff", "--json", "--quiet")))
         json_report.write(job.json_path, "apply", json_report.of_build(built))
         return 0
     vendored = place.previous is not None and place.previous.options.vendored

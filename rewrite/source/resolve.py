@@ -27,6 +27,7 @@ from rewrite.errors import (
 from rewrite.source import auto_classes, hub_model, weight_files
 from rewrite.source.checkpoint_folder import CONFIG_NAME, own_code, own_file, read_config
 from rewrite.source.installed import Installed, ModelType, copy_around, find_transformers
+from rewrite.typed import typed
 
 LOCK_NAME = "rewrite.lock"
 _PACKAGE = "transformers."
@@ -161,7 +162,7 @@ def _no_file(model_type: ModelType, installed: Installed) -> UsageError:
         choice = f"choose one of {', '.join(others)} and give its path."
     elif built is not None and installed.defining(built) is not None:
         choice = (
-            f"its model is {built}. Rewrite that (rewrite {built}), and load with "
+            f"its model is {built}. Rewrite that ({typed(built)} --out DIR), and load with "
             f"{built}.from_pretrained(CHECKPOINT, config=AutoConfig.from_pretrained(CHECKPOINT))."
         )
     return UsageError(

@@ -17,6 +17,7 @@ from rewrite.package.lock import Lock, sha256
 from rewrite.package.syntax import digest
 from rewrite.sync import merge, runtime_names
 from rewrite.sync.styles import GENERATED, Marks, Style, plain, style_of
+from rewrite.typed import typed
 
 MODELING = "modeling"
 _IMPLICIT = {"__name__", "__file__", "__doc__", "__package__", "__spec__", "__class__", "__path__", "__qualname__"}
@@ -60,7 +61,7 @@ def with_edits(folder: Path, lock: Lock, package: Package, resolved: Mapping[str
             continue
         base = _base(folder, lock, name, package)
         if not (folder / name).is_file():
-            raise SourceNotReadable(folder / name, f"it is not there (`rewrite undo {folder}` puts it back)")
+            raise SourceNotReadable(folder / name, f"it is not there (`{typed('undo', folder)}` puts it back)")
         yours = _checked(folder / name)
         found = style_of(base, plain(yours), folder / name, sha256(base.encode("utf-8")) == lock.files[name])
         merged = _merged(base, yours, files[name].decode("utf-8"), found)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rewrite.errors import (
+    MissingTransformers,
     NotAPackage,
     NothingToRewrite,
     RewriteError,
@@ -26,8 +27,11 @@ from rewrite.source.resolve import LOCK_NAME, Source
 from rewrite.sync import edits, lines, merge, rebuild, runtime_names, second_forms
 from rewrite.sync.rebuild import Renewal
 from rewrite.sync.site_changes import RuleChange
+from rewrite.typed import typed
 
+CANNOT_TELL = "original-not-found"
 KINDS = {
+    CANNOT_TELL: "There is no transformers to compare with: neither up to date nor out of date.",
     "transformers-moved": "The original is not the one that the package was made from.",
     "runtime-moved": "Another hf-rewrite-runtime is installed than the one that the package was made with.",
     "tool-moved": "Another version of hf-rewrite makes another package.",
@@ -108,6 +112,9 @@ def _findings(folder: Path, lock: Lock, library: Installed | None, full: bool) -
     try:
         source = rebuild.source_of(folder, lock, library=library)
         moved = rebuild.moved(lock, source)
+    except MissingTransformers as error:
+        yield _finding(CANNOT_TELL, str(error), folder / LOCK_NAME)
+        source = None
     except RewriteError as error:  # gone, unreadable, or no original at all: in words, and the other packages go on
         yield _finding("transformers-moved", str(error), folder / LOCK_NAME)
         source = None
@@ -130,7 +137,7 @@ def _edited_alone(folder: Path, lock: Lock) -> Iterator[Finding]:
     path, generated = folder / lock.modeling, snapshots.text(folder, lock.modeling)
     if path.is_file() and generated is not None:
         for one in second_forms.edited_alone(generated.decode("utf-8"), path.read_text("utf-8-sig")):
-            message = f"{path.name}:{one.line} {one}: edit both, then rewrite verify {folder}"
+            message = f"{path.name}:{one.line} {one}: edit both, then {typed('verify', folder)}"
             yield _finding("edited-alone", message, path, one.line)
 
 
@@ -139,7 +146,7 @@ def _conflicts(folder: Path, lock: Lock) -> Iterator[Finding]:
     for name in edits.merged_names(lock):
         copy = folder / f"{name}.conflict"
         if copy.is_file():
-            message = f"{copy.name} waits to be resolved: rewrite sync {folder} --resolved {copy}"
+            message = f"{copy.name} waits to be resolved: {typed('sync', folder, '--resolved', copy)}"
             yield _finding("conflict", message, folder / name)
         path = folder / name
         line = merge.marked_line(path.read_text("utf-8", "replace")) if path.is_file() else None
@@ -147,7 +154,7 @@ def _conflicts(folder: Path, lock: Lock) -> Iterator[Finding]:
             yield _finding("conflict", f"{name} has conflict markers in line {line}", path, line)
         elif name in broken:
             number, said = broken[name]
-            message = f"{name}:{number} {said}: mend it, or rewrite undo {folder}"
+            message = f"{name}:{number} {said}: mend it, or {typed('undo', folder)}"
             yield _finding("broken-edit", message, path, number)
 
 
@@ -160,7 +167,7 @@ def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
         if path.is_symlink() or any((folder / above).is_symlink() for above in list(Path(name).parents)[:-1]):
             yield _finding("not-reproducible", f"{name} is a link", folder / LOCK_NAME)
         elif not path.is_file() and name in edits.merged_names(lock):
-            message = f"{name} is missing: rewrite undo {folder} puts it back"
+            message = f"{name} is missing: {typed('undo', folder)} puts it back"
             yield _finding("not-readable", message, folder / LOCK_NAME)
         elif not path.is_file():
             yield _finding("not-reproducible", f"{name} is missing", folder / LOCK_NAME)
@@ -170,7 +177,8 @@ def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
             else:
                 own = rebuild.own_runtime(lock).get(name, b"")
                 text = own.decode("utf-8") if sha256(own) == digest else None
-                message = f"{name} was edited; a sync does not merge that (`rewrite sync --help`, --replace)"
+                drop = typed("sync", folder, "--replace", name)
+                message = f"{name} was edited; a sync does not merge that, and drops it by: {drop}"
                 yield Finding("edited-runtime", message, _changed_places(path, text))
 
 
@@ -200,7 +208,7 @@ def _runtime(folder: Path, lock: Lock) -> Iterator[Finding]:
     if lock.options.vendored or lock.runtime in (Runtime("", ""), Runtime(version, digest)):
         return
     now = version if version != lock.runtime.version else f"another {version}"
-    message = f"made with hf-rewrite-runtime {lock.runtime.version}, now {now}: rewrite sync {folder}"
+    message = f"made with hf-rewrite-runtime {lock.runtime.version}, now {now}: {typed('sync', folder)}"
     yield _finding("runtime-moved", message, folder / LOCK_NAME)
 
 
@@ -258,7 +266,7 @@ def _pin(folder: Path, lock: Lock, source: Source) -> Iterator[Finding]:
     if pin is not None and pin.version not in (source.transformers_version, lock.source.transformers):
         message = (
             f"{pin.path.name} pins transformers {pin.version}, the package was made from "
-            f"{lock.source.transformers}: rewrite sync {folder} --transformers {pin.version}"
+            f"{lock.source.transformers}: {typed('sync', folder, '--transformers', pin.version)}"
         )
         yield _finding("other-pin", message, pin.path, pin.line)
 

@@ -143,6 +143,9 @@ def test_a_later_verification_is_held_to_it(
     done = rewrite("verify", accepted, *original)
     assert (done.code, (refused or "what fails was accepted: sharper") in done.out) == (int(refused is not None), True)
     assert kept(accepted)["original"]["failed"]["parity: logits"]["max"] == 0.3  # does not creep
+    quiet = rewrite("verify", accepted, *original, "--quiet")
+    assert (quiet.code, quiet.out) == (done.code, "")
+    assert ("FAIL" in quiet.err, "what fails was accepted: sharper" in quiet.err) == (bool(refused), not refused)
 
 
 @pytest.mark.parametrize(
