@@ -39,9 +39,30 @@ def test_every_transform_has_the_fixed_headings(transform: object) -> None:
     assert [heading for heading in docs.HEADINGS if f"{heading}:" not in text] == []
 
 
-def test_readme_names_every_command() -> None:
-    named = set(re.findall(r"rewrite ([a-z]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
+def test_the_page_of_the_command_line_names_every_command() -> None:
+    named = set(re.findall(r"`rewrite ([a-z]+)", (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")))
     assert set(COMMANDS) - {"apply"} <= named
+
+
+def own_words_of_readme() -> str:
+    """README without what is generated from measurements."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"<!-- (\w+): generated -->.*?<!-- \1: end -->", "", text, flags=re.S)
+
+
+def test_readme_is_short() -> None:
+    assert len(own_words_of_readme().split()) <= 600
+    assert len(list((ROOT / "docs").glob("*.md"))) <= 25
+
+
+def test_figures_of_readme_stand_on_a_page() -> None:
+    pages = " ".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
+    measured = {float(number) for number in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", pages)}
+    said = re.findall(r"(?<![\w.])\d+\.\d+(?![\w.]|\.\d)", re.sub(r"`[^`]*`", "", own_words_of_readme()))
+    places = {number: len(number.partition(".")[2]) for number in said}
+    rounded = {number: {f"{one:.{digits}f}" for one in measured} for number, digits in places.items()}
+    assert [number for number in said if number not in rounded[number]] == []
+    assert len(said) >= 6
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -73,4 +94,4 @@ def test_every_page_is_one_step_from_readme_and_on_the_site() -> None:
     linked = list(dict.fromkeys(re.findall(r"\(docs/([\w.-]+\.md)", readme)))
     assert sorted(linked) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
     site = re.findall(r": ([\w.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.M)
-    assert sorted({*linked, "index.md", "contributing.md"}) == sorted(site)
+    assert sorted({*linked, "index.md", "contributing.md", "changelog.md"}) == sorted(site)
