@@ -70,7 +70,7 @@ From `fixtures/models/modeling_tiny_llama.py`, a small model of the Llama family
 ```diff
 {example}```
 
-The three projections are one product. Their weights lie in one memory, each with a storage of its own, so `state_dict`,
+The three projections are one product. Their weights lie in one memory, each with its own storage, so `state_dict`,
 adapters and in-place updates see what they always saw. Where that is not safe (an adapter, a quantised layer, a hook)
 the modules are called one by one, and `explain(model)` says so.
 """
