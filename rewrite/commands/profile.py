@@ -100,12 +100,13 @@ def _beside(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _profiled(screen: Screen, target: str, options: Mapping[str, Any]) -> dict[str, Any]:
     from rewrite.benchmark.benchmark_models import lock_of
-    from rewrite.commands.bench import _package
+    from rewrite.commands.bench import _package, say_of_a_cpu
     from rewrite.delivery import verification
     from rewrite.profile import advice, measure
     from rewrite.redundant import redundancy_search
 
     verification.require_libraries("profiling")
+    say_of_a_cpu(screen, options["device"])
     if options["traces"] is not None:
         options["traces"].mkdir(parents=True, exist_ok=True)
     with _package(screen, target, options) as found, screen.working("profiling") as progress:
