@@ -127,7 +127,12 @@ class MissingTransformers(MissingLibrary):
     """No transformers is installed to read from; another can be named where the command has the option."""
 
     def __init__(self, needed_for: str):
-        super().__init__("transformers", needed_for, ", or name one to read: --transformers VERSION|PATH|project")
+        super().__init__(
+            "transformers",
+            needed_for,
+            ", or name one to read: --transformers VERSION|PATH|project (`project` looks in .venv, venv and env of "
+            "this folder and those above, then beside each Python on PATH)",
+        )
 
 
 class NoKernelRecord(UsageError):

@@ -82,14 +82,14 @@ def show_written(
     if place.backup is not None:
         screen.line("", f"what was there before is in {place.shown.with_name(place.backup.name)}")
     screen.line("needs", f"hf-rewrite-runtime {package.lock.runtime.version}")
-    main = headline(build.source, build.rewritten.decode_loops)
+    main, hides = headline(build.source, build.rewritten.decode_loops), unimportable(place.folder.name)
     screen.line("verify", _verified(verdict, main) if verdict is not None else note)
     if verdict is None:
         screen.line("next", typed("verify", place.shown.as_posix()))
-    elif main and not unimportable(place.folder.name):
+    elif main and f"class {main}(" in package.files[package.lock.modeling].decode() and not hides:
         screen.line("next", f"from {place.folder.name} import {main}")
-    if warning := unimportable(place.folder.name):
-        screen.warn(warning)
+    if hides:
+        screen.warn(hides)
 
 
 def unimportable(name: str) -> str:

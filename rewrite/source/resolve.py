@@ -79,7 +79,7 @@ def resolve(
     Raises:
         UnknownModel: if it is none of these.
         UsageError: if transformers has no modeling file for the model type, or if it is weights only, a file of
-            another kind, or a model on the Hub with code of its own, which is not trusted.
+            another kind, not on the Hub while a revision is given, or a model on the Hub with code of its own, which is not trusted.
         CheckpointNotUsable: if a checkpoint folder does not say which model it holds.
         NotOnTheHub: if a model cannot be taken from the Hub.
         SourceNotReadable: if the file cannot be read as UTF-8 text.
@@ -88,6 +88,8 @@ def resolve(
     """
     installed = library or find_transformers()
     path = Path(os.path.expanduser(target))
+    if revision is not None and (path.exists() or not hub_model.is_name(target)):
+        raise UsageError(f"--revision is for a model on the Hub, ORG/NAME, which '{shortened(target)}' is not")
     if _is_word(target) and installed is not None and target in installed.model_types:
         return _of_model_type(target, target, installed)
     if path.exists() and (other := weight_files.instead(path)) is not None:

@@ -10,8 +10,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import rewrite
-from rewrite.delivery import json_report
-from rewrite.sync import rebuild
+from rewrite.delivery import acceptance, json_report
+from rewrite.package.lock import read_lock
+from rewrite.sync import edits, rebuild
 from rewrite.sync.package_check import CANNOT_TELL, KINDS, Finding, Place
 from rewrite.typed import typed
 
@@ -21,6 +22,8 @@ NOT_BY_SYNC = frozenset(
     {"stale-verification", "broken-edit", "edited-alone", "conflict", "not-readable", "edited-runtime", CANNOT_TELL}
 )
 """Kinds of findings that a sync alone does not end; their messages say what does."""
+MOST_EDITS = 4
+"""Edited places that a line names."""
 
 
 def as_text(found: Found, asked: str | None = None) -> str:
@@ -105,9 +108,14 @@ FORMATS: Mapping[str, Callable[[Found], str]] = {
 
 def _green(folder: str) -> str:
     """Return what is said of a package that is as it would be made now: nobody may read of it that it was verified."""
-    if rebuild.is_verified(Path(folder)):
-        return f"up to date  {folder}"
-    return f"unverified  {folder}: never verified ({typed('verify', folder)})"
+    places = edits.edited_places(Path(folder), read_lock(Path(folder)))
+    shown = places if len(places) <= MOST_EDITS else [*places[:MOST_EDITS], f"{len(places) - MOST_EDITS} more"]
+    edited = f"your edits in {', '.join(shown)}"
+    if not rebuild.is_verified(Path(folder)):
+        never = f"never verified ({typed('verify', folder)})"
+        return f"unverified  {folder}: {f'{edited}, ' if places else ''}{never}"
+    how = "accepted" if (Path(folder) / acceptance.NAME).is_file() else "verified"
+    return f"up to date  {folder}{f': {edited}, {how}' if places else ''}"
 
 
 def _result(finding: Finding) -> dict[str, Any]:

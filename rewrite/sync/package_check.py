@@ -38,7 +38,7 @@ KINDS = {
     "edited-runtime": "A generated file other than the modeling file was edited; a sync would not merge that.",
     "edited-import": "An edit imports of the runtime what is not there, or will not be after a sync.",
     "lost-match": "A rule no longer rewrites a place that is still there.",
-    "broken-edit": "A file that was edited is no Python any more, or names what is not there: it does not import.",
+    "broken-edit": "A file that was edited is no Python any more, or names what is not there.",
     "edited-alone": "One of two methods that have to compute the same was edited, and that was not verified.",
     "conflict": "A merge was not finished.",
     "stale-verification": "The package is not as it was when it was verified, or the verification failed.",
@@ -126,6 +126,11 @@ def _findings(folder: Path, lock: Lock, library: Installed | None, full: bool) -
         yield from _pin(folder, lock, source)
     if any(finding.kind == "broken-edit" for finding in conflicts):
         return  # which nothing could verify
+    for name in () if conflicts else edits.merged_names(lock):
+        for line, said in edits.reads_nothing(folder, lock, name):
+            yield _finding(
+                "broken-edit", f"{name}:{line} {said}: mend it, or {typed('undo', folder)}", folder / name, line
+            )
     stale = rebuild.stale_verdict(folder, lock)
     if stale is not None:
         yield _finding("stale-verification", stale, folder / VERDICT_NAME)

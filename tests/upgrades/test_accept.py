@@ -98,7 +98,10 @@ def test_what_fails_is_recorded_with_its_figures(
     assert against == ["modeling_tiny.py", "out"]
     assert all(request.keep_going for _, _, request in judge.asked[-2:])
     assert MINE not in acceptance.read(edited).reason  # type: ignore[union-attr]
-    assert rewrite("check", edited, "--transformers", tree).out == "up to date  out\n"
+    assert (
+        rewrite("check", edited, "--transformers", tree).out
+        == "up to date  out: your edits in TinyLlamaAttention.forward, accepted\n"
+    )
     assert max(map(len, done.out.splitlines())) <= 80
 
 
