@@ -79,7 +79,8 @@ def resolve(
     Raises:
         UnknownModel: if it is none of these.
         UsageError: if transformers has no modeling file for the model type, or if it is weights only, a file of
-            another kind, not on the Hub while a revision is given, or a model on the Hub with code of its own, which is not trusted.
+            another kind, not on the Hub while a revision is given, or a model on the Hub with code of its own, which
+            is not trusted.
         CheckpointNotUsable: if a checkpoint folder does not say which model it holds.
         NotOnTheHub: if a model cannot be taken from the Hub.
         SourceNotReadable: if the file cannot be read as UTF-8 text.

@@ -58,7 +58,7 @@ rewrite llama --out ~ | your home folder
 rewrite llama --out o --frob | No such option '--frob'
 rewrite llama --out o --only fuse_qvk | did you mean fuse_qkv
 rewrite llama --out o --with fuse_qvk | did you mean fuse_qkv
-rewrite llama --out o --skip nothing | no transform 'nothing': known: 
+rewrite llama --out o --skip nothing | no transform 'nothing': known: batch
 rewrite llama --out o --only | '--only' requires an argument
 rewrite llama --out o --transformers nowhere | no transformers 'nowhere'
 rewrite llama --out o --revision main | --revision is for a model on the Hub
