@@ -46,8 +46,17 @@ class Target:
     source: Source
 
 
+HEADINGS = {
+    "What is measured": ("forward", "train", "tp", "ladder", "ladder-prepare", "side"),
+    "Of which model": ("shape", "weights", "layers", "dtype", "device", "original", "trust-remote-code"),
+    "How": ("batch", "context", "new-tokens", "prefill", "seconds"),
+    "What is said": ("png", "json", "quiet"),
+}
+
+
 @click.command(
     cls=Command,
+    headings=HEADINGS,
     short_help="Measure a package against its original.",
     examples=(
         "rewrite bench ./optimized_llama --device cuda --shape 8b --batch 1,8",

@@ -18,8 +18,19 @@ SHAPES = ("tiny", "1b", "8b", "30b-a3b", "default")
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
+HEADINGS = {
+    "What is profiled": ("decode", "prompt", "forward", "train", "trace", "needless"),
+    "Of which model": (
+        "shape", "weights", "config", "layers", "class", "dtype", "device", "original", "trust-remote-code",
+    ),
+    "How": ("batch", "context", "seconds"),
+    "What is said": ("html", "markdown", "png", "ladder", "families", "traces", "json", "quiet"),
+}  # fmt: skip
+
+
 @click.command(
     cls=Command,
+    headings=HEADINGS,
     short_help="Show where the time of a step goes, before and after.",
     examples=(
         "rewrite profile ./optimized_llama --device cuda --shape 1b --html report.html",
