@@ -49,7 +49,7 @@ rewrite llama ./x | the folder stands behind --out: rewrite llama --out ./x (
 rewrite llama './x y' --quick | rewrite llama --quick --out './x y' (
 rewrite llama --out o x | 'x' is one word too many: a rewrite takes one MODEL
 rewrite llama --out | '--out' requires an argument
-rewrite llama --otu o | Did you mean '--out'?
+rewrite llama --otu o | '--out'?
 rewrite llama --out modeling_tiny.py | modeling_tiny.py is a file
 rewrite llama --out modeling_tiny.py/sub | cannot lie in modeling_tiny.py, which is a file
 rewrite llama --out . | the folder you are in
@@ -88,7 +88,7 @@ rewrite diff . | it has no rewrite.lock
 rewrite diff . --format xml | 'xml' is not one of
 rewrite check nowhere | there is no such folder
 rewrite check modeling_tiny.py | modeling_tiny.py is not a rewritten package: it is a file
-rewrite check --transformers nowhere | no transformers 'nowhere'
+rewrite check | no folder in it has a rewrite.lock
 rewrite sync nowhere | there is no such folder
 rewrite sync . --show x | 'x' is not one of 'upstream'
 rewrite sync a b --original x | --original is for one DIR
