@@ -107,7 +107,7 @@ def _findings(folder: Path, lock: Lock, library: Installed | None, full: bool) -
     conflicts = list(_conflicts(folder, lock))
     yield from conflicts
     yield from _files(folder, lock)
-    yield from _runtime(folder, lock)
+    yield from _runtime(folder, lock, library)
     yield from _imports(folder, lock)
     try:
         source = rebuild.source_of(folder, lock, library=library)
@@ -207,13 +207,18 @@ def _imports(folder: Path, lock: Lock) -> Iterator[Finding]:
             yield _finding("edited-import", f"{name}, line {one.line}, {one.said}", path, one.line)
 
 
-def _runtime(folder: Path, lock: Lock) -> Iterator[Finding]:
-    """Compare the runtime that the package was made with and the one that this tool is of."""
+def _runtime(folder: Path, lock: Lock, library: Installed | None) -> Iterator[Finding]:
+    """Compare the runtime that the package was made with and the one that this tool is of.
+
+    What mends it keeps the transformers that the package was made from: another is another question.
+    """
     version, digest = vendored_files.runtime()
     if lock.options.vendored or lock.runtime in (Runtime("", ""), Runtime(version, digest)):
         return
     now = version if version != lock.runtime.version else f"another {version}"
-    message = f"made with hf-rewrite-runtime {lock.runtime.version}, now {now}: {typed('sync', folder)}"
+    made = lock.source.transformers if lock.source.module is not None else None
+    same = ("--transformers", made) if made is not None and library is not None and library.version != made else ()
+    message = f"made with hf-rewrite-runtime {lock.runtime.version}, now {now}: {typed('sync', folder, *same)}"
     yield _finding("runtime-moved", message, folder / LOCK_NAME)
 
 
