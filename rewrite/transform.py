@@ -81,6 +81,8 @@ class Transform(ABC):
     """Whether what it writes does something in the decode loop alone."""
     needs: ClassVar[Mapping[str, str]] = {}
     """Of the transform that gives classes a decode loop: what it would take where it skips one, by reason."""
+    keeps_from_graph: ClassVar[tuple[str, ...]] = ()
+    """Reasons of sites that, left as they are, ask the device how to go on: a step with one is in no graph."""
 
     @abstractmethod
     def candidates(self, module: Module) -> Iterable[Candidate]:

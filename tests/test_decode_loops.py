@@ -289,6 +289,17 @@ class ToItself(Base, GenerationMixin):
 """
 
 
+@pytest.mark.parametrize(("site", "stays"), [("Layer.forward: for e", True), ("VisionLayer.forward: for e", False)])
+def test_no_graph_is_promised_to_a_step_that_asks_the_device(site: str, stays: bool) -> None:
+    reports = (*REPORTS, TransformReport("fixed_count_loops", (), (SkippedSite(site, "other_loop"),)))
+    transforms = [TRANSFORMS[report.name] for report in reports]
+    said = with_loops(Rewritten(FILE, reports), transforms).decode_loops
+    wanted = f"no: {site} asks the device how to go on; it would take a loop of a fixed count" if stays else "yes"
+    assert said["Text"] == said["MoreText"] == wanted
+    reports = (*REPORTS, TransformReport("fixed_count_loops", (), (SkippedSite(site, "per_item"),)))
+    assert with_loops(Rewritten(FILE, reports), transforms).decode_loops["Text"] == "yes"
+
+
 def test_a_generate_of_a_class_s_own_may_leave_the_loop_to_another() -> None:
     reports = (TransformReport("static_cache", (), (SkippedSite("RefusedAndAdds", "own_loop", "generate"),)),)
     said = with_loops(Rewritten(PARTS, reports), [TRANSFORMS["static_cache"]]).decode_loops

@@ -26,11 +26,33 @@ def with_loops(rewritten: Rewritten, transforms: Sequence[Transform]) -> Rewritt
     file = _File(ast.parse(rewritten.text))
     rule = next((transform for transform in transforms if transform.needs), None)
     refused = _refusals(rule, rewritten.transforms)
-    loops = {name: said for name in file.classes if (said := _said(name, file, refused))}
+    asking = dict(_asking(transforms, rewritten.transforms))
+    loops = {
+        name: _unless_asked(said, name, file, asking) for name in file.classes if (said := _said(name, file, refused))
+    }
     reached = file.reached(name for name, said in loops.items() if said.startswith(YES))
     inside = {transform.name for transform in transforms if transform.in_decode_loop}
     reports = tuple(_marked(report, reached) if report.name in inside else report for report in rewritten.transforms)
     return replace(rewritten, transforms=reports, decode_loops=loops)
+
+
+def _asking(transforms: Sequence[Transform], reports: Iterable[TransformReport]) -> Iterator[tuple[str, str]]:
+    """Yield the class or function of each site that stays and asks the device how to go on, and the site."""
+    reasons = {transform.name: transform.keeps_from_graph for transform in transforms}
+    for report in reports:
+        for skip in report.skipped:
+            if skip.reason in reasons.get(report.name, ()):
+                yield skip.site.split(":")[0].split(".")[0], skip.site
+
+
+def _unless_asked(said: str, name: str, file: _File, asking: Mapping[str, str]) -> str:
+    """Return what to say of a class with a loop whose step asks the device how to go on."""
+    found = sorted(asking.keys() & file.reached([name])) if said.startswith(YES) else []
+    return (
+        f"no: {asking[found[0]]} asks the device how to go on; it would take a loop of a fixed count"
+        if found
+        else said
+    )
 
 
 def _refusals(rule: Transform | None, reports: Iterable[TransformReport]) -> Mapping[str, str]:

@@ -18,7 +18,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -260,6 +260,21 @@ def observed(module: nn.Module) -> bool:
         or not has_own_forward(module)
         or not runs_as_written(type(module))
         or "parametrizations" in module._modules
+        or _has_any_global_hook()
+    )
+
+
+def are_watched(modules: Iterable[object]) -> bool:
+    """Return whether the calls of some modules may be seen from outside, so that their order matters.
+
+    It asks for hooks and for a `forward` on the instance alone, which takes less than a launch; what is no module is
+    passed over.
+    """
+    if is_compiling():
+        return False
+    own = (vars(module) for module in modules if isinstance(module, nn.Module))
+    return (
+        any(one.get("_forward_hooks") or one.get("_forward_pre_hooks") or "forward" in one for one in own)
         or _has_any_global_hook()
     )
 

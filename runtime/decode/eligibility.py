@@ -114,6 +114,8 @@ class Call:
     model_kwargs: dict[str, Any]
     made_cache: bool = False
     """Whether the cache was made here, because transformers leaves that to the model (5.0)."""
+    without: Call | None = None
+    """The call as it was made, without a cache, where the one it has is not to be seen."""
 
     @classmethod
     def of_keywords(cls, input_ids: Tensor, keywords: Mapping[str, Any]) -> Call:
@@ -434,6 +436,8 @@ def knows_both(model: Any) -> bool:
 
 def keeps_cache(call: Call) -> bool:
     """Return whether the cache outlives the call: because it is returned, or because the caller made it."""
+    if call.without is not None:
+        return False
     if call.config.return_dict_in_generate:
         return True
     if call.made_cache:

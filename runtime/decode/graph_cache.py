@@ -68,6 +68,8 @@ class GraphStore:
         """Whether the modules, as they are now, were looked through, and nothing about them speaks against a graph."""
         self.modes_alike: dict[Hashable, bool] = {}
         """Whether the model decodes under modes as without (`neutral_modes`), by those that were tried."""
+        self.caches_alike: bool | None = None
+        """Whether the model computes the same with a cache as without (`uncached_call`); None where nobody asked."""
         self._fused: bool | None = None
 
     @contextlib.contextmanager
@@ -162,7 +164,7 @@ class GraphStore:
     def _know(self, model: nn.Module) -> None:
         """Know the model by what it is now."""
         self._snapshot, self._fused, self.fits = Snapshot(model, self._left), None, False
-        self.modes_alike = {}
+        self.modes_alike, self.caches_alike = {}, None
 
     def settle(self, model: nn.Module, graph: DecodeGraph) -> None:
         """Know the model by what it is after a first step, whether that was taken or refused.
@@ -176,9 +178,9 @@ class GraphStore:
                 self.drop(other)
         self._learn(model)
         if known is None or not (known.is_mapped() and known.is_current()):
-            found = self.fits, self._fused, self.modes_alike
+            found = self.fits, self._fused, self.modes_alike, self.caches_alike
             self._know(model)
-            self.fits, self._fused, self.modes_alike = found
+            self.fits, self._fused, self.modes_alike, self.caches_alike = found
 
     def _learn(self, model: nn.Module) -> None:
         """See what attributes a call has left on modules: another one is no change of the model."""

@@ -25,6 +25,7 @@ from .forward_cache import ForwardStore, Kept
 from .forward_eligibility import Randomness, collector_of, unfit_model
 from .forward_graph import AsItIs, ForwardGraph, Given, Run, Unsuitable
 from .functions import functions
+from .host_copies import HostCopies
 from .host_rng import Draws
 from .length_buckets import Text
 from .unpad import packed_run
@@ -77,13 +78,13 @@ def attempt(
         store.tried = effects.snapshot_to_keep
         store.refuse(kind, "torch_replaced")
         return run(call)
-    draws = Draws()
-    with draws:
+    draws, copies = Draws(), HostCopies(tensors[0].device)
+    with draws, copies:
         expected = run(call)
     with draws.once(), _refusing(store, kind, text):
         store.tried = effects.snapshot_to_keep
         if effects.are_none(store, kind, draws):  # more runs would have them too
-            kept = _kept(model, store, kind, call, tensors, run, expected, measures, text)
+            kept = _kept(model, store, kind, call, tensors, run, expected, measures, text, copies)
             if draws.are_there:
                 kept = kept._replace(draws=draws)
             store.keep(kind, kept)
@@ -100,6 +101,7 @@ def _kept(
     expected: Any,
     measures: bool,
     text: Text | None,
+    copies: HostCopies,
 ) -> Kept:
     """Return the graph of a call, or of the bucket of a text, whose own run gave `expected`."""
     device = tensors[0].device
@@ -111,10 +113,12 @@ def _kept(
             run = packed_run(model, own, text.tokens)
         padding = Padding(model, text, own, run)
         call, tensors = padding.tried(expected)
-        wanted = run(call)
-    reason = _rehearsed(store, kind, call, run, wanted, device, is_bucket=text is not None)
+        copies = HostCopies(device)
+        with copies:
+            wanted = run(call)
+    reason = _rehearsed(store, kind, call, run, wanted, device, copies, is_bucket=text is not None)
     snapshot = _ready(model, store, device)
-    capture = functools.partial(_captured, store, snapshot, call, tensors, run, wanted)
+    capture = functools.partial(_captured, store, snapshot, call, tensors, run, wanted, copies)
     try:
         kept = capture(free_layout=True, chained=not reason, rehearsed=not reason)
     except torch.OutOfMemoryError:
@@ -267,6 +271,7 @@ def _captured(
     tensors: list[Tensor],
     run: Run,
     expected: Any,
+    copies: HostCopies,
     *,
     free_layout: bool,
     chained: bool,
@@ -286,6 +291,7 @@ def _captured(
         graph = ForwardGraph(
             run, call, snapshot.tensors, store.device, pool,
             free_layout=free_layout, chained=chained, rehearsed=rehearsed and all(map(_lies_as_a_copy, tensors)),
+            copies=copies,
         )  # fmt: skip
     if seen.copies:
         raise Unsuitable("derived_weights")
@@ -315,6 +321,7 @@ def _rehearsed(
     run: Run,
     expected: Any,
     device: torch.device,
+    copies: HostCopies,
     *,
     is_bucket: bool,
 ) -> str:
@@ -324,12 +331,12 @@ def _rehearsed(
     anybody looks at the model.
     """
     if not store.may_compile(kind, is_bucket=is_bucket):
-        with rehearsing():
+        with rehearsing(), copies or contextlib.nullcontext():
             run(call)
         return f"kernels were compiled for {len(store.compiled)} other kinds of calls"
 
     def freely(*, poisons: bool) -> Any:
-        with output_layout.free(), functions(poisons=poisons):
+        with output_layout.free(), functions(poisons=poisons), copies or contextlib.nullcontext():
             return run(call)
 
     if not store.without_graph:
@@ -345,7 +352,7 @@ def _rehearsed(
     except torch.OutOfMemoryError:
         raise
     except ERRORS as error:
-        with rehearsing():
+        with rehearsing(), copies or contextlib.nullcontext():
             run(call)
         return _named(error)
     return ""

@@ -10,6 +10,7 @@ Every tensor that comes out is the caller's own: the next replay writes to other
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from ..core import output_layout
 from ..device.graph_capture import capture
 from .call_structure import form_of, is_rebuilt, with_tensors
 from .functions import functions
+from .host_copies import HostCopies
 from .length_buckets import Fill
 
 Run = Callable[[Any], Any]
@@ -154,11 +156,13 @@ class ForwardGraph:
         free_layout: whether operators lay out their results as suits them (`core.output_layout`).
         chained: whether functions of torch are put off (`forward.functions`).
         rehearsed: whether that has been run for such tensors, so that nothing is left to be compiled or packed.
+        copies: what the forward was seen to copy from the host, which the graph keeps; None for nothing.
     """
 
     def __init__(
         self, run: Run, call: Any, weights: list[Tensor], device: torch.device, pool: Any,
         *, free_layout: bool = False, chained: bool = False, rehearsed: bool = False,
+        copies: HostCopies | None = None,
     ):  # fmt: skip
         self.nbytes = 0
         """Bytes of device memory that came with it."""
@@ -168,10 +172,10 @@ class ForwardGraph:
         self._outputs: Outputs | None = None
         self._graph: Replays | None = None
         self._weights, self._device = weights, device
-        self.pool = pool
+        self.pool, self._copies = pool, copies
 
         def its_way(call: Any) -> Any:
-            with output_layout.free(free_layout), functions(chained):
+            with output_layout.free(free_layout), functions(chained), copies or contextlib.nullcontext():
                 return run(call)
 
         if pool is None:

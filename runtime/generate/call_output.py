@@ -96,6 +96,8 @@ class CallOutput:
 
     def returned_cache(self) -> Any:
         """Return the cache as the model gives it back: one with cross-attention may put a growing one into another."""
+        if self._call.without is not None:
+            return None
         given = self._call.inputs[self._call.cache_name]
         if type(given) is DynamicCache:
             return self._wrapped(given)

@@ -43,6 +43,7 @@ from .decode_loop import DecodeLoop, sampling_of
 from .neutral_modes import decodes_alike, without_modes
 from .random_states import random_states, set_random_states
 from .replayed_loop import BEAMS, ReplayedModel, may_reorder
+from .uncached_call import computes_alike, with_hidden_cache
 
 
 class GraphGeneration(GenerationMixin):
@@ -79,7 +80,7 @@ class GraphGeneration(GenerationMixin):
             call = Call(
                 input_ids, logits_processor, stopping_criteria, generation_config, streamer, synced_gpus, inputs, made
             )
-            generated, reason = self._generated(call)
+            generated, reason = self._generated(with_hidden_cache(self, call))
         if reason is None:
             backend.forget_reason("generate", self)
             return generated
@@ -112,7 +113,7 @@ class GraphGeneration(GenerationMixin):
                 call = Call.of_keywords(input_ids, keywords)
                 inputs = with_cache(self, call.model_kwargs)
                 call = replace(call, model_kwargs=inputs, made_cache=inputs is not call.model_kwargs)
-                generated, reason = self._generated(call, beams=True)
+                generated, reason = self._generated(with_hidden_cache(self, call), beams=True)
         if reason is None:
             backend.forget_reason("generate", self)
             return generated
@@ -159,6 +160,8 @@ class GraphGeneration(GenerationMixin):
                 reason = BEAMS if beams else host_reason(call)
             if modes and ranks is not None:
                 reason = reason or modes.reason
+            if call.without is not None and ranks is not None:
+                reason = reason or "no_cache"
             plan = planned(call, ranks, reason)
             if plan.reason is not None:
                 return None, plan.reason
@@ -174,6 +177,8 @@ class GraphGeneration(GenerationMixin):
                     store.modes_alike[modes.key] = decodes_alike(self, call, modes)
                 if modes and not store.modes_alike[modes.key]:
                     return None, modes.reason
+                if call.without is not None and not self._computes_alike(call, store):
+                    return None, "no_cache"
                 drawn = random_states(call.input_ids.device)
                 try:
                     with restoring(self, call.inputs):
@@ -206,6 +211,12 @@ class GraphGeneration(GenerationMixin):
             with store_of(assistant).claimed(assistant) as theirs:
                 return (generation.run(assistant), None) if theirs else (None, "reentrant")
         return generation.run(), None
+
+    def _computes_alike(self, call: Call, store: GraphStore) -> bool:
+        """Return whether a call without a cache may have one."""
+        if store.caches_alike is None:
+            store.caches_alike = computes_alike(self, call)
+        return store.caches_alike
 
     def _own_tensors(self) -> AbstractContextManager[Any]:
         """Let every module hold this rank's tensors in a `with` block, which yields the ranks, as `local` does."""

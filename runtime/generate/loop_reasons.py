@@ -37,7 +37,7 @@ REASONS = {
     "assistant": "the model drafts for another one",
     "synced_gpus": "several processes have to take the same number of steps",
     "compile_config": "the call asks for torch.compile",
-    "no_cache": "the call goes without a cache",
+    "no_cache": "the call goes without a cache, behind which the model computes something else",
     "cache_implementation": "the call asks for a kind of cache",
     "cache_kind": "the cache, or a layer of it, is of no class that the loop knows, holds what it does not carry "
     "(a mode, a method of the caller's), has no fixed size, or lacks what is asked",

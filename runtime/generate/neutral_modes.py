@@ -11,6 +11,8 @@ import contextlib
 import copy
 import inspect
 import random
+import threading
+import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -22,6 +24,10 @@ from ..decode.eligibility import Call, length_of
 from ..decode.recurrent_state import restoring
 from ..decode.side_effects import Before, Changes
 from .random_states import random_states, set_random_states
+
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+"""Of models that are out of their modes: another thread would take what it sees for how they are."""
+_making = threading.Lock()
 
 
 class Modes:
@@ -61,13 +67,22 @@ class Modes:
 
 @contextlib.contextmanager
 def without_modes(model: nn.Module) -> Iterator[Modes]:
-    """Put a model out of its modes in a `with` block, which yields them; falsy where there are none."""
-    modes = Modes(model)
-    modes.put(False)
-    try:
-        yield modes
-    finally:
-        modes.put(True)
+    """Put a model out of its modes in a `with` block, which yields them; falsy where there are none.
+
+    Another thread's call waits until they are back, and no longer than that.
+    """
+    with _making:
+        lock = _locks.setdefault(model, threading.RLock())
+    with contextlib.ExitStack() as held:
+        held.enter_context(lock)
+        modes = Modes(model)
+        if not modes:
+            held.close()
+        modes.put(False)
+        try:
+            yield modes
+        finally:
+            modes.put(True)
 
 
 def decodes_alike(model: Any, call: Call, modes: Modes) -> bool:

@@ -75,8 +75,8 @@ class ReplayedModel:
         assert self._graph is not None
         self._output.leave(self._graph, self._graph.cache.length)
         if call.config.return_dict_in_generate:
-            for name in [name for name in NAMES if name in found]:
-                found[name] = self._output.returned_cache()
+            cached = {name: self._output.returned_cache() for name in found.keys() & {*NAMES}}
+            found = type(found)(**{**found, **cached})
         backend.count_fallback(OPERATOR, self._reason, self._model)
         return found
 

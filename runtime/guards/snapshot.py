@@ -84,6 +84,9 @@ class Snapshot:
         self._entries = [dict(registry) for registry in self._filled]
         self._tensors = list(self._held.values())
         self._addresses = self._now()
+        elsewhere = any(tensor.device.type != "cpu" for tensor in self._tensors)
+        self._host = [(tensor, version_of(tensor)) for tensor in self._tensors if elsewhere and is_of_host(tensor)]
+        """Tensors that a model on a device holds on the host: a graph has copies of what they were."""
         self.code: CodeGuard = code_of({self._kind, *self._kinds}, self._chosen())
         """What its classes run."""
 
@@ -104,6 +107,8 @@ class Snapshot:
         if any(self._empty) or any(registry.get(name) is not tensor for registry, name, tensor in self._single):
             return False
         if type(self._model()) is not self._kind or list(map(type, self._modules)) != self._kinds:
+            return False
+        if any(version_of(tensor) != then for tensor, then in self._host):
             return False
         try:
             return (
@@ -303,8 +308,17 @@ def is_other(value: Any, before: Any) -> bool:
 
 
 def unfit_weights(tensors: list[Tensor], device: torch.device) -> bool:
-    """Return whether a tensor is of a class of its own (quantised, distributed) or on another device."""
-    return any(type(tensor) not in (Tensor, nn.Parameter) or tensor.device != device for tensor in tensors)
+    """Return whether a tensor is of a class of its own (quantised, distributed) or on another device.
+
+    What is no parameter may lie on the host: a forward copies it from there.
+    """
+    kinds = (Tensor, nn.Parameter)
+    return any(type(tensor) not in kinds or (tensor.device != device and not is_of_host(tensor)) for tensor in tensors)
+
+
+def is_of_host(tensor: Tensor) -> bool:
+    """Return whether a tensor lies on the host, and is no parameter."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu"
 
 
 def _is_tensor_or_none(*values: Any) -> bool:

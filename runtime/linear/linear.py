@@ -169,6 +169,8 @@ def gated_linear(
         input = normed(input, norm)
     if len(projections) == 1:
         gate, up = projections[0](input).chunk(2, dim=-1)
+    elif backend.are_watched((*projections, activation)):
+        return activation(projections[0](input)) * projections[1](input)
     else:
         gate, up = multiply(input, *projections)
     return gated_activation(gate, up, activation)

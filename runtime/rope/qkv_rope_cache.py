@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.preallocated import is_decode_step
+from ..core import backend
 from ..core.probe import asked
 from ..linear.packing import packed_linear
 from ..norms.sum_norm import normed
@@ -84,12 +85,18 @@ def qkv_rope_cache(
         return query, layer.keys, layer.values
     if norm is not None:
         hidden_states = normed(hidden_states, norm)
-    q, k, v = _projected(hidden_states, projections, head_dim, num_key_value_heads, multiply)
-    query, key, value = (
-        split_heads(q, q_norm, head_dim, heads_first),
-        split_heads(k, k_norm, head_dim, heads_first),
-        split_heads(v, None, head_dim),
-    )
+    if len(projections) == 3 and not heads_first and backend.are_watched((*projections, q_norm, k_norm)):
+        query, key, value = (
+            split_heads(projection(hidden_states), head_norm, head_dim)
+            for projection, head_norm in zip(projections, (q_norm, k_norm, None), strict=True)
+        )
+    else:
+        q, k, v = _projected(hidden_states, projections, head_dim, num_key_value_heads, multiply)
+        query, key, value = (
+            split_heads(q, q_norm, head_dim, heads_first),
+            split_heads(k, k_norm, head_dim, heads_first),
+            split_heads(v, None, head_dim),
+        )
     if position_embeddings is not None:
         query, key = _rotated(query, key, *position_embeddings, rotate, partial, rotation)
     if cache is not None:

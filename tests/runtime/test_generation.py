@@ -545,7 +545,6 @@ def with_holes(inputs):
 
 OTHER_LOOP = {
     "outputs": {"output_hidden_states": True},
-    "no_cache": {"use_cache": False},
     "cache_implementation": {"cache_implementation": "static", "disable_compile": True},
 }
 

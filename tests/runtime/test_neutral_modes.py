@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from test_replayed_loop import MOE
 from torch import nn
 
 from hf_rewrite_runtime.generate import generation
+from hf_rewrite_runtime.generate.neutral_modes import without_modes
 
 MODES = {"all": lambda model: model.train(), "a layer": lambda model: model.model.layers[1].train()}
 
@@ -33,6 +35,26 @@ def test_without_dropout_it_decodes_as_in_evaluation(name, mode):
 @pytest.mark.skipif(not GPU, reason="needs a CUDA or ROCm device")
 def test_a_captured_step_of_training():
     test_without_dropout_it_decodes_as_in_evaluation("llama", "all")
+
+
+def test_another_thread_sees_the_modes_of_the_caller():
+    model = nn.Linear(2, 2).train()
+    inside, seen = threading.Event(), []
+
+    def other():
+        inside.wait(5)
+        with without_modes(model) as modes:
+            seen.append(bool(modes))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with without_modes(model):
+        inside.set()
+        thread.join(0.2)
+        assert seen == []
+    thread.join(5)
+    assert seen == [True]
+    assert model.training
 
 
 class Drops(nn.Module):

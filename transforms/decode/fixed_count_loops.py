@@ -51,6 +51,8 @@ class FixedCountLoops(Transform):
         "not_proven": "the number of turns of the `while` could not be proven",
     }
 
+    keeps_from_graph = ("other_loop",)
+
     def candidates(self, module: Module) -> Iterable[Candidate]:
         """Every loop over hit experts, every `while`, every split by lengths on the host."""
         for where, function, _ in _functions(module):
