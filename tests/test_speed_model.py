@@ -14,7 +14,7 @@ from rewrite.kernels.planned import LIBRARY, Planned
 
 ROOT = Path(__file__).parents[1]
 PLANS = planned.load(ROOT / "fixtures/kernels/steps.json")
-PAGE = (ROOT / "docs/speed-model.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
 NEAR = 0.15
 """Part of a measured time by which a prediction may miss it."""
 H100 = CARDS["H100"]
@@ -27,7 +27,7 @@ def predicted(card: str, model: str, rows: int) -> speed.Predicted:
 
 def lines(heading: str) -> list[list[str]]:
     """The cells of the table under a heading of the page."""
-    part = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    part = re.split(r"\n##+ ", PAGE.split(f"\n### {heading}\n")[1])[0]
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:1] == "|"]
     return found[2:]
 

@@ -29,7 +29,7 @@ class Card:
     latency: float
     """µs from a load to its data while memory is busy: assumed, some 600 to 1,000 cycles; no maker publishes it."""
     calibrated: bool = False
-    """Whether predictions were held against measurements on this card (docs/speed-model.md)."""
+    """Whether predictions were held against measurements on this card (docs/kernels.md)."""
     device: str = ""
     """Its name in the tables of `runtime/launching/tiles.py`; none there takes the rules."""
 

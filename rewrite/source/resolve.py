@@ -27,6 +27,7 @@ from rewrite.errors import (
 from rewrite.source import auto_classes, hub_model, weight_files
 from rewrite.source.checkpoint_folder import CONFIG_NAME, own_code, own_file, read_config
 from rewrite.source.installed import Installed, ModelType, copy_around, find_transformers
+from rewrite.typed import typed
 
 LOCK_NAME = "rewrite.lock"
 _PACKAGE = "transformers."
@@ -78,7 +79,8 @@ def resolve(
     Raises:
         UnknownModel: if it is none of these.
         UsageError: if transformers has no modeling file for the model type, or if it is weights only, a file of
-            another kind, or a model on the Hub with code of its own, which is not trusted.
+            another kind, not on the Hub while a revision is given, or a model on the Hub with code of its own, which
+            is not trusted.
         CheckpointNotUsable: if a checkpoint folder does not say which model it holds.
         NotOnTheHub: if a model cannot be taken from the Hub.
         SourceNotReadable: if the file cannot be read as UTF-8 text.
@@ -87,6 +89,8 @@ def resolve(
     """
     installed = library or find_transformers()
     path = Path(os.path.expanduser(target))
+    if revision is not None and (path.exists() or not hub_model.is_name(target)):
+        raise UsageError(f"--revision is for a model on the Hub, ORG/NAME, which '{shortened(target)}' is not")
     if _is_word(target) and installed is not None and target in installed.model_types:
         return _of_model_type(target, target, installed)
     if path.exists() and (other := weight_files.instead(path)) is not None:
@@ -161,7 +165,7 @@ def _no_file(model_type: ModelType, installed: Installed) -> UsageError:
         choice = f"choose one of {', '.join(others)} and give its path."
     elif built is not None and installed.defining(built) is not None:
         choice = (
-            f"its model is {built}. Rewrite that (rewrite {built}), and load with "
+            f"its model is {built}. Rewrite that ({typed(built)} --out DIR), and load with "
             f"{built}.from_pretrained(CHECKPOINT, config=AutoConfig.from_pretrained(CHECKPOINT))."
         )
     return UsageError(
