@@ -12,15 +12,23 @@ from rewrite.analysis.tree.nodes import calls_in, parameters
 _PRODUCTS = ("mul", "multiply")
 _SUMS = ("add", "sub", "subtract", "addcmul")
 _REARRANGING = frozenset({"cat", "concat", "concatenate", "stack", "roll", "flip", "neg", "view_as_complex"})
+_OF_OTHERS = frozenset(
+    {"exp", "log", "softmax", "sigmoid", "topk", "argsort", "cumsum", "rand", "grid_sample", "cdist", "generate"}
+)
+"""What no rotation calls: scans, samplers, losses, and functions that make the tables."""
 _From = frozenset[str]
 
 
 def looks_turning(function: cst.FunctionDef, module: Module, owner: ClassInfo | None = None) -> bool:
     """Whether a function multiplies one tensor with two tables, adds, and puts parts of a tensor in other places.
 
-    Also one that multiplies complex numbers, and one that takes a `cos` and a `sin` and multiplies at all.
+    Also one that multiplies complex numbers, and one that takes a `cos` and a `sin` and multiplies at all. One that
+    calls modules is not: what it calls may be.
     """
-    params = [name for name in parameters(function) if name != "self"]
+    if owner is not None and _calls_modules(function, module, owner):
+        return False
+    numbers = _numbers(function)
+    params = [name for name in parameters(function) if name != "self" and name not in numbers]
     called = set(_called(function, module, owner))
     multiplies = any(True for _ in _products(function.body)) or bool(called & {*module.functions})
     if len(params) >= 3 and multiplies and all(any(p in name for name in params) for p in ("cos", "sin")):
@@ -28,9 +36,21 @@ def looks_turning(function: cst.FunctionDef, module: Module, owner: ClassInfo | 
     products = list(_by_parameters(function, params))
     if "view_as_complex" in called:
         return len(params) >= 2 and any(one and other for one, other in products)
-    if len(params) < 3 or not called & _REARRANGING or not _adds(function.body):
+    if len(params) < 3 or not called & _REARRANGING or called & _OF_OTHERS or not _adds(function.body):
         return False
     return any(_has_two_tables(tensor, products) for tensor in params)
+
+
+def _calls_modules(function: cst.FunctionDef, module: Module, owner: ClassInfo) -> bool:
+    """Whether a method calls what its class holds, and does not define."""
+    names = {name for call in calls_in(function.body) if (name := self_attribute(call.func)) is not None}
+    return any(module.method(owner, name) is None for name in names)
+
+
+def _numbers(function: cst.FunctionDef) -> set[str]:
+    """Return the parameters that are numbers where nothing is given for them."""
+    given = (*function.params.posonly_params, *function.params.params, *function.params.kwonly_params)
+    return {param.name.value for param in given if isinstance(param.default, (cst.Integer, cst.Float))}
 
 
 def _has_two_tables(tensor: str, products: list[tuple[_From, _From]]) -> bool:
