@@ -43,7 +43,11 @@ def calls(function: str) -> Iterator[tuple[str, str, str]]:
         for keyword in optional:
             named = ", ".join(f"{key}={value}" for key, value in given.items())
             placed = ", ".join(given.values())
-            along = [f"{inside}, dim=1" for inside in (named, placed) if "dim" in optional and keyword != "dim"]
+            along = [
+                ", ".join(filter(None, (inside, "dim=1")))
+                for inside in (named, placed)
+                if "dim" in optional and keyword != "dim"
+            ]
             for inside in dict.fromkeys((named, placed, *along)):
                 few = ", ".join(filter(None, (tensor, inside)))
                 yield f"torch.{function}({few})", f"torch.{function}({few}, {keyword}=p)", keyword

@@ -122,7 +122,7 @@ def _is_used(name: str, module: Module) -> bool:
 
 
 def _lengthens(node: cst.Call, scope: Scope) -> bool:
-    """Whether a call makes a tensor longer: one of a function that repeats heads, or what attention reads of others."""
+    """Whether a call makes a tensor longer: one of a function that repeats heads, or what attention reads."""
     function, owner = called_function(node, scope)
     if function is not None:
         if not is_expanding(function, owner) or looks_turning(function, scope.module, owner):

@@ -167,8 +167,8 @@ def _factors(term: Term) -> tuple[Term, ...]:
 
 
 _SYNTAX = frozenset(
-    "attribute call cast constant deleted dtype in index inner is isnot keyword keywords name not notin parameter "
-    "select self shape slice star tuple".split()
+    ("attribute", "call", "cast", "constant", "deleted", "dtype", "in", "index", "inner", "is", "isnot", "keyword")
+    + ("keywords", "name", "not", "notin", "parameter", "select", "self", "shape", "slice", "star", "tuple")
 )
 """Operations that stand for Python's syntax and for leaves, whatever has a method of the name: `x.select(0, 1)`."""
 
