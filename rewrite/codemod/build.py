@@ -77,7 +77,7 @@ def tried(source: Source, transforms: Sequence[Transform]) -> Build:
         raise AlreadyRewritten(source.path)
     _check_size(source)
     _check_parses(source)
-    neighbours = () if source.module is not None else upstream_neighbours.of(source.path, source.text)
+    neighbours = () if source.imported_as is not None else upstream_neighbours.of(source.path, source.text)
     try:
         relocated = relocate(source)
     except cst.ParserSyntaxError as error:

@@ -166,10 +166,10 @@ def _factors(term: Term) -> tuple[Term, ...]:
     return term.args if term.op == "mul" else ()
 
 
-_SYNTAX = frozenset(
-    ("attribute", "call", "cast", "constant", "deleted", "dtype", "in", "index", "inner", "is", "isnot", "keyword")
-    + ("keywords", "name", "not", "notin", "parameter", "select", "self", "shape", "slice", "star", "tuple")
-)
+_SYNTAX = {
+    "attribute", "call", "cast", "constant", "deleted", "dtype", "in", "index", "inner", "is", "isnot", "keyword",
+    "keywords", "name", "not", "notin", "parameter", "select", "self", "shape", "slice", "star", "tuple",
+}  # fmt: skip
 """Operations that stand for Python's syntax and for leaves, whatever has a method of the name: `x.select(0, 1)`."""
 
 
