@@ -123,6 +123,8 @@ BUILTINS = names(
     """
     abs all any bool complex dict divmod enumerate float format frozenset getattr hasattr hash id int isinstance
     issubclass len list max min ord pow range repr reversed round set slice sorted str sum tuple type zip
+    Exception ArithmeticError AssertionError AttributeError IndexError KeyError LookupError NotImplementedError
+    OverflowError RuntimeError StopIteration TypeError ValueError ZeroDivisionError
     """
 )
 """Python's own functions that write nothing; those that call back get no function here (see `calls`)."""
