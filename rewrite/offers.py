@@ -206,6 +206,15 @@ def packed_linear(input, *projections):
         fp8="fp8_packed_linear",
     ),
     Offer(
+        "packed_linear_dense",
+        "linear/packing",
+        shapes="[N, I] -> ([N, O_i], …)",
+        computes="""
+def packed_linear_dense(input, *projections):
+    return tuple(projection(input) for projection in projections)
+""",
+    ),
+    Offer(
         "patch_product",
         "linear/patch_product",
         shapes="[B, C, g_i k_i, …] -> [B, O, g_i, …]",

@@ -45,6 +45,9 @@ REASONS = {
     "capturing": "a graph was being captured at the first call, when nothing may be allocated",
 }
 
+_ALIGNED = 16
+"""Elements: the outputs before a slice are a multiple of that, so that kernels may load it in whole vectors."""
+
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A product of an input, a weight and a bias, as `F.linear` takes them."""
 _PLAIN = (Tensor, nn.Parameter)
@@ -76,6 +79,26 @@ def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
         if not (isinstance(packed, str) and packed in OF_THE_CALL):
             _packed_once[projections[0]] = _address(projections[0])
     return multiplied(input, projections, F.linear, _operator)
+
+
+def packed_linear_dense(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
+    """Return what `packed_linear` does, where something may ask the results how they lie.
+
+    One row is one product: its slices are contiguous, and begin where a tensor of their own could. Several rows would
+    have to be copied apart, which costs what one product gains: they are as many products as projections.
+
+    Args:
+        input: `[N, I]`.
+        projections: two or more `nn.Linear(I, O_i)`; biases may differ.
+
+    Returns:
+        One contiguous `[N, O_i]` for each projection.
+    """
+    one_row = isinstance(input, Tensor) and input.shape[:-1].numel() == 1
+    if one_row and all(getattr(projection, "out_features", 1) % _ALIGNED == 0 for projection in projections):
+        # of sizes of one no stride matters but to who asks: these are those of a tensor of its own
+        return tuple(part.reshape(-1).view(part.shape) for part in packed_linear(input, *projections))
+    return tuple(projection(input) for projection in projections)
 
 
 def multiplied(

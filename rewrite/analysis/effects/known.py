@@ -170,8 +170,8 @@ MODULE_STATE = names(
 
 RUNTIME = names(
     """
-    packed_linear gated_activation rms_norm layer_norm add_norm linear gated_linear routed_linear grouped_attention
-    grouped_matmul native_gqa rotary_rows gated_norm packed_step
+    packed_linear packed_linear_dense gated_activation rms_norm layer_norm add_norm linear gated_linear
+    routed_linear grouped_attention grouped_matmul native_gqa rotary_rows gated_norm packed_step
     """
 )
 """Operators that earlier transforms put in: they are imported only when the rewriting is done."""
