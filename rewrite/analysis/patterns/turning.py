@@ -22,8 +22,8 @@ _From = frozenset[str]
 def looks_turning(function: cst.FunctionDef, module: Module, owner: ClassInfo | None = None) -> bool:
     """Whether a function multiplies one tensor with two tables, adds, and puts parts of a tensor in other places.
 
-    Also one that multiplies complex numbers, and one that takes a `cos` and a `sin` and multiplies at all. One that
-    calls modules is not: what it calls may be.
+    The tables may be parts of one argument. Also one that multiplies complex numbers, and one that takes a `cos` and a
+    `sin` and multiplies at all. One that calls modules is not: what it calls may be.
     """
     if owner is not None and _calls_modules(function, module, owner):
         return False
@@ -36,7 +36,7 @@ def looks_turning(function: cst.FunctionDef, module: Module, owner: ClassInfo | 
     products = list(_by_parameters(function, params))
     if "view_as_complex" in called:
         return len(params) >= 2 and any(one and other for one, other in products)
-    if len(params) < 3 or not called & _REARRANGING or called & _OF_OTHERS or not _adds(function.body):
+    if len(params) < 2 or not called & _REARRANGING or called & _OF_OTHERS or not _adds(function.body):
         return False
     return any(_has_two_tables(tensor, products) for tensor in params)
 
@@ -79,11 +79,26 @@ def _assign(line: cst.Assign, made: dict[str, _From]) -> None:
             pairs = zip((element.value for element in held.elements), origins, strict=True)
         else:
             names = [element.value for element in held.elements] if isinstance(held, cst.Tuple) else [held]
-            pairs = zip(names, [_origin(value, made)] * len(names), strict=True)
+            whole = _origin(value, made)
+            parts = isinstance(held, cst.Tuple) and isinstance(value, cst.Name)
+            origins = [_part(whole, str(place)) if parts else whole for place in range(len(names))]
+            pairs = zip(names, origins, strict=True)
         made.update({name.value: origin for name, origin in pairs if isinstance(name, cst.Name)})
 
 
+def _part(whole: _From, place: str) -> _From:
+    """Return what a part of something is made from: another thing than its other parts."""
+    return frozenset(f"{name}[{place}]" for name in whole)
+
+
 def _origin(node: cst.CSTNode, made: Mapping[str, _From]) -> _From:
+    """Return the parameters that an expression is made from, and the parts of them that are one item of the last
+    dimension.
+    """
+    if isinstance(node, cst.Subscript) and isinstance(node.slice[-1].slice, cst.Index):
+        item = node.slice[-1].slice.value
+        if isinstance(item, cst.Integer) and len(node.slice) > 1:
+            return _part(_origin(node.value, made), item.value)
     names = (inner.value for inner in walk(node) if isinstance(inner, cst.Name))
     return frozenset[str]().union(*(made.get(name, frozenset()) for name in names))
 
