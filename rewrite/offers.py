@@ -190,6 +190,7 @@ def routed_packed_linear(input, *projections):
     return tuple(projection(input) for projection in projections)
 """,
     ),
+    Offer("casts_weight", "linear/cast_linear"),
     Offer("gated_linear", "linear/linear", shapes="[N, I] -> [N, O]", fp8="fp8_gated_linear"),
     Offer("residual_block", "linear/residual_block", shapes="[B, S, H] -> [B, S, H]"),
     Offer("linear", "linear/linear", shapes="[N, I] -> [N, O]", fp8="fp8_linear"),

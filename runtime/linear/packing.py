@@ -25,6 +25,7 @@ from ..core import backend
 from ..device.launch_bound import is_launch_bound
 from ..guards.place import NAMESPACE
 from . import joined_storage
+from .cast_linear import is_linear_for
 from .linear_autograd import learned_projections
 
 REASONS = {
@@ -155,7 +156,7 @@ def unsafe(
     if backend.autocasts(input.device.type):
         return "autocast"
     for projection in projections:
-        if type(projection) not in classes:
+        if type(projection) not in classes and not (nn.Linear in classes and is_linear_for(input, projection)):
             return "not_linear"
         if backend.observed(projection):
             return "observed"

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.linear import joined_storage, packing
+from hf_rewrite_runtime.linear import cast_linear, joined_storage, packing
 from hf_rewrite_runtime.linear.packed_gemv import packed_step
 from hf_rewrite_runtime.linear.packing import packed_linear
 
@@ -525,4 +525,40 @@ def test_dense_results_of_odd_sizes_are_products_of_their_own(module):
     with torch.no_grad():
         parts = packing.packed_linear_dense(x, module.q, module.k, module.v)
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 3
+    assert not packed(module)
+
+
+@cast_linear.casts_weight(bias=True)
+class CastLinear(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+@cast_linear.casts_weight(bias=False)
+class CastWithoutBias(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("kind", "biases", "dtype", "together"),
+    [
+        (CastLinear, (True, False, True), torch.float32, True),
+        (CastLinear, (True, False, True), torch.float64, False),
+        (CastWithoutBias, (False, False, False), torch.float32, True),
+        (CastWithoutBias, (False, True, False), torch.float32, False),
+    ],
+)
+def test_a_class_that_casts_its_weight_is_packed_where_nothing_is_cast(module, kind, biases, dtype, together):
+    for name, size, bias in zip("qkv", (48, 16, 16), biases, strict=True):
+        setattr(module, name, kind(32, size, bias=bias))
+    check(module, torch.randn(2, 3, 32, dtype=dtype))
+    assert packed(module) == together
+
+
+def test_a_class_whose_forward_was_replaced_is_called(module, monkeypatch):
+    for name, size in zip("qkv", (48, 16, 16), strict=True):
+        setattr(module, name, CastLinear(32, size))
+    monkeypatch.setattr(CastLinear, "forward", lambda self, x: F.linear(x, self.weight) * 2)
+    check(module, torch.randn(2, 3, 32))
     assert not packed(module)

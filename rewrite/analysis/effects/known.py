@@ -179,7 +179,7 @@ RUNTIME = names(
 CLASS_DECORATORS = names(
     """
     auto_docstring dataclass use_kernel_forward_from_hub use_kernelized_func use_experts_implementation
-    add_start_docstrings requires total_ordering
+    add_start_docstrings requires total_ordering casts_weight
     """
 )
 METHOD_DECORATORS = names(

@@ -14,6 +14,7 @@ import libcst as cst
 
 from rewrite.analysis.effects import Effect, Scope, attribute, between, effects_of, why_not_move
 from rewrite.analysis.effects.identity import Identity, with_argument
+from rewrite.analysis.projections.casting import adds_bias, marked
 from rewrite.analysis.projections.elementwise_products import products_in, resolved
 from rewrite.analysis.projections.linear_calls import LinearCall, linear_call, linear_kind
 from rewrite.analysis.projections.strides import Reads, relied_on
@@ -164,7 +165,14 @@ def merge(group: Group, module: Module) -> Found | Skip:
         id(call.node): expression(f"{name}.contiguous()" if id(call.node) in copied else name)
         for call, name in zip(group.calls, names, strict=True)
     }
-    return Found(tuple(_edits(group, results, hoisted, packed, reads.reshapes)), (operator,))
+    marks = marked({module.qualified(call.func) for call in _makers(group, module)}, module)
+    uses = (operator, "casts_weight") if marks else (operator,)
+    return Found((*_edits(group, results, hoisted, packed, reads.reshapes), *marks), uses)
+
+
+def _makers(group: Group, module: Module) -> list[cst.Call]:
+    values = (v for name in group.attributes for v in attribute(group.owner, name, effects_of(module).names).values)
+    return [value for value in values if isinstance(value, cst.Call)]
 
 
 def _edits(
@@ -245,7 +253,10 @@ def _odd_projection(group: Group, module: Module) -> Skip | None:
 
 
 def _builds_linear(value: cst.BaseExpression, module: Module) -> bool:
-    return isinstance(value, cst.Call) and effects_of(module).names.resolved(value.func) in _PLAIN_LINEAR
+    if not isinstance(value, cst.Call):
+        return False
+    name = effects_of(module).names.resolved(value.func)
+    return name in _PLAIN_LINEAR or adds_bias(name, module) is not None
 
 
 def _unordered(group: Group, scope: Scope) -> Skip | None:
