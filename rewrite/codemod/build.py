@@ -20,6 +20,7 @@ from rewrite.codemod.relocate import is_rewritten, relocate
 from rewrite.codemod.text_layout import laid_out
 from rewrite.errors import AlreadyRewritten, NothingToRewrite, SourceDoesNotParse, SourceTooDeep, UsageError
 from rewrite.source import neighbours as upstream_neighbours
+from rewrite.source.layers_elsewhere import layer_files
 from rewrite.source.neighbours import Neighbour
 from rewrite.source.resolve import Source
 from rewrite.transform import Rewritten, Transform
@@ -60,7 +61,7 @@ def require_sites(built: Build) -> None:
         NothingToRewrite: if no transform matched.
     """
     if not built.rewritten.sites:
-        raise NothingToRewrite(built.source.path, _reasons(built.rewritten))
+        raise NothingToRewrite(built.source.path, _reasons(built.rewritten), layer_files(built.source))
 
 
 @gc_paused.paused()

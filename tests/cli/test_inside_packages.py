@@ -77,6 +77,34 @@ def test_it_imports_its_neighbours_absolutely(library: Path, target: str) -> Non
     assert rewrite("check", "out").code == 0
 
 
+def test_a_file_whose_layers_are_elsewhere_says_where(library: Path) -> None:
+    """The files that define layers which it builds, not what else it imports, nor what it builds of other kinds."""
+    text = """from torch import nn
+
+from .blocks.attention import Attention
+from .scales import doubled
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.width = doubled(4)
+        self.block = Attention()
+
+    def forward(self, x):
+        return self.block(x)
+"""
+    (library / "library/tinylib/models/model.py").write_text(text)
+    done = rewrite("tinylib.models.model", "--out", "out", "--no-verify")
+    assert done.code == 1
+    assert done.said[-1].endswith(f"Its layers are in {NAME}: rewrite {NAME}")
+    (library / "model.py").write_text(text.replace(".blocks.attention", ".layers").replace(".scales", "math"))
+    layer = "from torch import nn\n\n\nclass Attention(nn.Module):\n    def forward(self, x):\n        return x\n"
+    (library / "layers.py").write_text(layer)
+    done = rewrite("model.py", "--out", "out", "--no-verify")
+    assert done.said[-1].endswith("Its layers are in layers.py: rewrite layers.py")
+
+
 def test_a_changed_original_is_seen(library: Path) -> None:
     assert rewrite(FILE, "--out", "out", "--no-verify").code == 0
     (library / FILE).write_text(MODEL.replace("A block", "The block"))
