@@ -190,7 +190,6 @@ def routed_packed_linear(input, *projections):
     return tuple(projection(input) for projection in projections)
 """,
     ),
-    Offer("casts_weight", "linear/cast_linear"),
     Offer("gated_linear", "linear/linear", shapes="[N, I] -> [N, O]", fp8="fp8_gated_linear"),
     Offer("residual_block", "linear/residual_block", shapes="[B, S, H] -> [B, S, H]"),
     Offer("linear", "linear/linear", shapes="[N, I] -> [N, O]", fp8="fp8_linear"),
@@ -206,6 +205,7 @@ def packed_linear(input, *projections):
         step="qkv_step",
         fp8="fp8_packed_linear",
     ),
+    Offer("casts_weight", "linear/packing"),
     Offer(
         "packed_linear_dense",
         "linear/packing",

@@ -32,8 +32,9 @@ class FuseRope(Transform):
         unsqueezed at one dimension, or as they come. Both functions of the pair are compared by what they compute:
         halves (Llama; slices from either end, `chunk`, `split`, `unflatten`), neighbours (Cohere, GLM, GPT-J),
         neighbours written apart (DeepSeek-V3), tables of one column a pair (gpt-oss), a rotated first part (GPT-NeoX),
-        in the tensors' dtype, in fp32, or rounded back to it. A rotation by the negative angle is one with `-sin`,
-        which is the same to the last bit.
+        in the tensors' dtype, in fp32, or rounded back to it. Statements in front that test the arguments, or that
+        gather, cut, reshape or unpack the tables, stay as they are. A rotation by the negative angle is one with
+        `-sin`, which is the same to the last bit.
 
     Numerics:
         Products and sum are rounded where the original rounds them; in fp32 a product and the sum may be one

@@ -49,7 +49,8 @@ class NativeGQA(Transform):
     What it needs:
         The expansion is recognised by what the function does, not by its name, whether heads are the second dimension
         or, as in Meta's Llama, the third until they are moved; the expanded tensor is read by matrix products and
-        torch's attention only, and for sizes that expansion does not change.
+        torch's attention only, perhaps cast before, and for sizes and dtypes that expansion does not change. It may
+        stand on a condition that leaves heads alone which nothing shares: `if groups > 1:`.
 
     Numerics:
         Reordered: the same sums in products of another shape.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from ..core import backend
 from ..device.launch_bound import is_launch_bound
 from ..guards.place import NAMESPACE
 from . import joined_storage
-from .cast_linear import is_linear_for
 from .linear_autograd import learned_projections
 
 REASONS = {
@@ -55,6 +55,10 @@ _PLAIN = (Tensor, nn.Parameter)
 
 OF_THE_CALL = {"gradient", "not_a_tensor", "watched", "traced", "autocast", "shared_storage", "capturing"}
 """The reasons that another call may not have."""
+
+_Kind = TypeVar("_Kind", bound=type[nn.Linear])
+_casting: weakref.WeakKeyDictionary[type[nn.Module], tuple[Any, bool]] = weakref.WeakKeyDictionary()
+"""The classes that a file marks, each with the `forward` that it had then, and whether that adds the bias."""
 
 _packed_once: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """First projections of those that lie in one memory, or cannot: a graph to come finds them so. Each with the address
@@ -138,6 +142,30 @@ def packed_parameters(input: Tensor, projections: Sequence[nn.Module]) -> tuple[
 def _separately(input: Tensor, projections: Sequence[nn.Module], reason: str) -> tuple[Tensor, ...]:
     backend.count_fallback("packed_linear", reason, projections[0])
     return tuple(projection(input) for projection in projections)
+
+
+def casts_weight(*, bias: bool) -> Callable[[_Kind], _Kind]:
+    """Mark a class whose `forward` is `F.linear(x, self.weight.to(x.dtype))`, with the bias cast and added or not.
+
+    Such a class keeps weights in fp32 and multiplies in the dtype of the activations.
+    """
+
+    def mark(kind: _Kind) -> _Kind:
+        _casting[kind] = kind.forward, bias
+        return kind
+
+    return mark
+
+
+def is_linear_for(input: Tensor, projection: nn.Module) -> bool:
+    """Whether a projection of a marked class computes what an `nn.Linear` of its parameters would, for this input."""
+    forward, adds_bias = _casting.get(type(projection), (None, False))
+    if forward is None or type(projection).forward is not forward:
+        return False
+    weight, bias = (projection._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or weight.dtype != input.dtype:
+        return False
+    return bias is None or (adds_bias and bias.dtype == input.dtype)
 
 
 def unsafe(

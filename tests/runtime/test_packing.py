@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_rewrite_runtime.core import backend
-from hf_rewrite_runtime.linear import cast_linear, joined_storage, packing
+from hf_rewrite_runtime.linear import joined_storage, packing
 from hf_rewrite_runtime.linear.packed_gemv import packed_step
 from hf_rewrite_runtime.linear.packing import packed_linear
 
@@ -528,13 +528,13 @@ def test_dense_results_of_odd_sizes_are_products_of_their_own(module):
     assert not packed(module)
 
 
-@cast_linear.casts_weight(bias=True)
+@packing.casts_weight(bias=True)
 class CastLinear(nn.Linear):
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-@cast_linear.casts_weight(bias=False)
+@packing.casts_weight(bias=False)
 class CastWithoutBias(nn.Linear):
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype))

@@ -96,7 +96,8 @@ def _without(line: cst.CSTNode, repeated: Repeated) -> Edit:
     rest = [other for other in guard.body.body if other is not line]
     if not rest:
         return Edit(guard, ())
-    rest[0] = _below(_comments(line), rest[0])
+    if isinstance(rest[0], cst.BaseStatement):
+        rest[0] = _below(_comments(line), rest[0])
     return Edit(guard, (guard.with_changes(body=guard.body.with_changes(body=rest)),))
 
 

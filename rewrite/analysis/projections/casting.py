@@ -32,7 +32,7 @@ def _patterns() -> tuple[tuple[Pattern, bool], ...]:
 def adds_bias(name: str, module: Module) -> bool | None:
     """Return whether a class of the file that casts its weight adds its bias, None for a class that does otherwise."""
     info = effects_of(module).names.class_of(name)
-    if info is None or info.bases not in ((base,) for base in _LINEAR) or "forward" not in info.methods:
+    if info is None or len(info.bases) != 1 or info.bases[0] not in _LINEAR or "forward" not in info.methods:
         return None
     if why_not_as_written(info, info.methods["forward"], module):
         return None
