@@ -33,7 +33,12 @@ def is_attended(node: cst.BaseExpression, scope: Scope) -> bool:
             if id(other) in inside or _reads(other, held):
                 return True
     calls = (call for call in calls_in(scope.function.body) if _attends(call, scope))
-    return any(id(call) in inside or any(_reads(a.value, held) for a in call.args) for call in calls)
+    return any(id(call) in inside or any(_reads(a.value, held) for a in call.args if _is_heads(a)) for call in calls)
+
+
+def _is_heads(argument: cst.Arg) -> bool:
+    """Whether an argument may be queries, keys or values: no mask that has a keyword."""
+    return argument.keyword is None or argument.keyword.value.startswith(("q", "k", "v", "input", "other", "mat"))
 
 
 def _reads(node: cst.CSTNode, names: set[str]) -> bool:

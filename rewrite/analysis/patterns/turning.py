@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import libcst as cst
 
-from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.tree.module import ClassInfo, Module, parts, self_attribute, walk
 from rewrite.analysis.tree.nodes import calls_in, parameters
 
 _PRODUCTS = ("mul", "multiply")
@@ -16,6 +16,7 @@ _OF_OTHERS = frozenset(
     {"exp", "log", "softmax", "sigmoid", "topk", "argsort", "cumsum", "rand", "grid_sample", "cdist", "generate"}
 )
 """What no rotation calls: scans, samplers, losses, and functions that make the tables."""
+_SIZES = ("shape", "size", "dim", "ndim", "dtype", "device")
 _From = frozenset[str]
 
 
@@ -55,9 +56,14 @@ def _numbers(function: cst.FunctionDef) -> set[str]:
 
 def _has_two_tables(tensor: str, products: list[tuple[_From, _From]]) -> bool:
     """Whether something made from a parameter is multiplied with two tables, made from others."""
-    tables = {b for one, other in products for a, b in ((one, other), (other, one)) if tensor in a and tensor not in b}
-    tables -= {frozenset()}
+    both = [(a, b) for one, other in products for a, b in ((one, other), (other, one))]
+    tables = {b for a, b in both if tensor in map(_whole, a) and tensor not in map(_whole, b)} - {frozenset()}
     return any(one - other and other - one for one in tables for other in tables)
+
+
+def _whole(name: str) -> str:
+    """Return the parameter that something is a part of."""
+    return name.partition("[")[0]
 
 
 def _by_parameters(function: cst.FunctionDef, params: list[str]) -> Iterator[tuple[_From, _From]]:
@@ -80,8 +86,8 @@ def _assign(line: cst.Assign, made: dict[str, _From]) -> None:
         else:
             names = [element.value for element in held.elements] if isinstance(held, cst.Tuple) else [held]
             whole = _origin(value, made)
-            parts = isinstance(held, cst.Tuple) and isinstance(value, cst.Name)
-            origins = [_part(whole, str(place)) if parts else whole for place in range(len(names))]
+            in_parts = isinstance(held, cst.Tuple) and isinstance(value, cst.Name)
+            origins = [_part(whole, str(place)) if in_parts else whole for place in range(len(names))]
             pairs = zip(names, origins, strict=True)
         made.update({name.value: origin for name, origin in pairs if isinstance(name, cst.Name)})
 
@@ -93,14 +99,17 @@ def _part(whole: _From, place: str) -> _From:
 
 def _origin(node: cst.CSTNode, made: Mapping[str, _From]) -> _From:
     """Return the parameters that an expression is made from, and the parts of them that are one item of the last
-    dimension.
+    dimension; whose sizes are asked is none.
     """
+    if isinstance(node, cst.Name):
+        return made.get(node.value, frozenset())
+    if isinstance(node, cst.Attribute):
+        return frozenset() if node.attr.value in _SIZES else _origin(node.value, made)
     if isinstance(node, cst.Subscript) and isinstance(node.slice[-1].slice, cst.Index):
         item = node.slice[-1].slice.value
         if isinstance(item, cst.Integer) and len(node.slice) > 1:
             return _part(_origin(node.value, made), item.value)
-    names = (inner.value for inner in walk(node) if isinstance(inner, cst.Name))
-    return frozenset[str]().union(*(made.get(name, frozenset()) for name in names))
+    return frozenset[str]().union(*(_origin(part, made) for part in parts(node)))
 
 
 def _products(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
