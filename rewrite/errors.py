@@ -191,9 +191,10 @@ class AlreadyRewritten(UsageError):
 class NothingToRewrite(RewriteError):
     """No transform matched anything, so there is nothing to write."""
 
-    def __init__(self, path: object, reasons: Iterable[str]):
+    def __init__(self, path: object, reasons: Iterable[str], layers: Sequence[str] = ()):
         found = "; ".join(reasons) or "no candidate of any transform"
-        super().__init__(f"nothing to rewrite in {path}: {found}. Nothing was written.")
+        hint = f" Its layers are in {', '.join(layers)}: rewrite {layers[0]}" if layers else ""
+        super().__init__(f"nothing to rewrite in {path}: {found}. Nothing was written.{hint}")
 
 
 class UnknownTransform(UsageError):

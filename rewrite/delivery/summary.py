@@ -157,7 +157,7 @@ def describe(source: Source) -> str:
     """Return a source in one line: version, path, hash."""
     digest = f"sha256 {source.sha256[:6]}…"
     if source.module is None:
-        return f"{source.origin or source.path} · {digest}"
+        return f"{source.origin or source.inside or source.path} · {digest}"
     path = "/".join(source.module.split(".")[1:]) + ".py"
     return f"transformers {source.transformers_version} · {path} · {digest}"
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.machinery
-import importlib.util
 import io
 import os
 import stat
@@ -24,7 +22,7 @@ from rewrite.errors import (
     UsageError,
     shortened,
 )
-from rewrite.source import auto_classes, hub_model, weight_files
+from rewrite.source import auto_classes, hub_model, importable, weight_files
 from rewrite.source.checkpoint_folder import CONFIG_NAME, own_code, own_file, read_config
 from rewrite.source.installed import Installed, ModelType, copy_around, find_transformers
 from rewrite.typed import typed
@@ -57,6 +55,13 @@ class Source:
     """Whether the file came with a checkpoint (a config.json beside it names code): run only where that is trusted."""
     origin: str | None = None
     """Where on the Hub it is from, `hf://org/name@commit/modeling_x.py`."""
+    inside: str | None = None
+    """Dotted name inside another installed package, `diffusers.models.attention`: it is imported, nothing copied."""
+
+    @property
+    def imported_as(self) -> str | None:
+        """Dotted name of a file whose neighbours are imported from where they are, None where they come along."""
+        return self.module or self.inside
 
 
 def resolve(
@@ -248,17 +253,7 @@ def _module_file(name: str, installed: Installed | None) -> Path | None:
     if name.startswith(_PACKAGE) and installed is not None:
         inside = installed.root.joinpath(*parts[1:]).with_suffix(".py")
         return inside if inside.is_file() else None
-    spec = importlib.machinery.PathFinder.find_spec(parts[0], [os.getcwd(), *sys.path])
-    spec = spec or importlib.util.find_spec(parts[0])
-    for length in range(2, len(parts) + 1):
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        locations = list(spec.submodule_search_locations)
-        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:length]), locations)
-    if spec is None or spec.origin is None or spec.submodule_search_locations is not None:
-        return None
-    path = Path(spec.origin)
-    return path if path.suffix == ".py" and path.is_file() else None
+    return importable.file_of(name, [os.getcwd(), *sys.path])
 
 
 def _read(
@@ -274,6 +269,7 @@ def _read(
     if own is not None and model_type is None:
         model_type = own.model_type_of(path)
     version = own or installed
+    remote = own is None and _names_code(path.parent / CONFIG_NAME)
     return Source(
         target=target,
         path=path,
@@ -284,7 +280,8 @@ def _read(
         transformers_version=version.version if version is not None else None,
         transformers_root=version.root if version is not None else None,
         checkpoint=checkpoint,
-        remote_code=own is None and _names_code(path.parent / CONFIG_NAME),
+        remote_code=remote,
+        inside=importable.name_of(path) if own is None and not remote else None,
     )
 
 

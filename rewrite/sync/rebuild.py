@@ -110,7 +110,7 @@ def moved(lock: Lock, source: Source) -> list[str]:
         NeighbourMissing, RelativeImport: if the original imports what does not lie beside it.
     """
     files = {lock.source.path: source.sha256}
-    if source.module is None:
+    if source.imported_as is None:
         files |= {file.name: file.sha256 for file in neighbours.of(source.path, source.text)}
     return sorted(name for name in {*files, *lock.upstream} if files.get(name) != lock.upstream.get(name))
 
