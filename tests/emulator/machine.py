@@ -77,8 +77,8 @@ class Program:
         self.listing: Listing = listing(text)
         self.undecided = 0
         """Of the last run: see `Shared.undecided`."""
-        self.reached: set[int] | None = None
-        """Numbers of the instructions that were executed, for whoever sets it."""
+        self.reached: Counter[int] | None = None
+        """By how many waves each instruction was executed, by its number, for whoever sets it."""
         self.code = [assemble(one, self.listing.chip, self.listing.labels) for one in self.listing.instructions]
 
     def run(
@@ -225,7 +225,7 @@ class _Batch:
                 result = code[pc](gang)
                 count += 1
                 if reached is not None:
-                    reached.add(pc)
+                    reached[pc] += gang.count
                 pc += 1
                 if result is not None:
                     if result == "atomic":
