@@ -69,9 +69,12 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4)
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--wrong", action="store_true", help="Take reciprocals for exponentials: tokens have to differ.")
     given = parser.parse_args()
     known = WIDE if given.wide else SMALL
     emulator = emulation.begin(given.chip).emulator
+    if given.wrong:
+        emulator.change = lambda text: text.replace("v_exp_f32", "v_rcp_f32")
     ran = []
     with tempfile.TemporaryDirectory() as folder:
         sys.path.insert(0, folder)
