@@ -104,7 +104,7 @@ class Row:
 def of_amd(text: str, ttgir: str) -> Figures:
     """Read AMD's assembly, with the metadata at its end, and Triton's own form of the kernel."""
     spills, scratch = _number(".vgpr_spill_count", text), _number(".private_segment_fixed_size", text)
-    if "amdhsa--gfx90a" not in text and not _AMD_SCRATCH.search(text):
+    if not re.search(r'amdgcn_target ".*-gfx90a\b', text) and not _AMD_SCRATCH.search(text):
         scratch = 0  # it is set aside for scalar registers that went to lanes, and nothing touches it
     counted = last_arrivals.of_amd(text)
     pairs = [(2 if twice else 1, int(kind[1:])) for twice, kind in _AMD_SHARED.findall(text)]

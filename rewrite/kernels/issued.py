@@ -64,7 +64,7 @@ def of_amd(text: str, moved: float) -> Issued:
         text: of one kernel, as LLVM prints it.
         moved: bytes of weights and cache that a thread of it reads.
     """
-    chip = re.findall(r"amdhsa--(gfx\w+)", text)[0]
+    chip = re.findall(r'amdgcn_target ".*-(gfx\w+)', text)[0]
     lines, spans = _parsed(text)
     stream = _stream(lines, spans)
     turns = [1.0] * len(lines)

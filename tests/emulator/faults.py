@@ -221,7 +221,7 @@ def plant(
             yield _judged(emulator, recorded, text, name, f"line {one.line}, {one.text}")
     if re.search("v_cvt_.*[fb][fp]8", recorded.call.text) and "a wait removed" in changes and not emulator.weak:
         other = {"gfx942": "gfx950", "gfx950": "gfx942"}.get(emulator.chip, emulator.chip)
-        text = recorded.call.text.replace(f"amdhsa--{emulator.chip}", f"amdhsa--{other}")
+        text = re.sub(rf'(amdgcn_target ".*-){emulator.chip}', rf"\g<1>{other}", recorded.call.text)
         yield _judged(emulator, recorded, text, OTHER_FORMAT, other)
 
 
