@@ -129,7 +129,9 @@ def options(chip: Target, dot: bool) -> dict[str, int]:
     if chip.backend != "hip":
         return {"enable_fp_fusion": True}
     given = {"enable_fp_fusion": True, "allow_flush_denorm": False, "waves_per_eu": 0}
-    return given | ({"matrix_instr_nonkdim": 16, "kpack": 1 if chip.arch == "gfx950" or _before_3_6() else 2} if dot else {})
+    return given | (
+        {"matrix_instr_nonkdim": 16, "kpack": 1 if chip.arch == "gfx950" or _before_3_6() else 2} if dot else {}
+    )
 
 
 @functools.cache

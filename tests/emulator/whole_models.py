@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4)
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--wrong", action="store_true", help="Take reciprocals for exponentials: tokens have to differ.")
+    parser.add_argument("--wrong", action="store_true", help="Take reciprocals for exponentials.")
     given = parser.parse_args()
     known = WIDE if given.wide else SMALL
     emulator = emulation.begin(given.chip).emulator
