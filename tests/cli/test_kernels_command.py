@@ -9,8 +9,7 @@ import pytest
 from command_line import tool
 
 from rewrite.kernels import kernel_run
-from rewrite.kernels.assembly import Figures
-from rewrite.kernels.kernel_row import Row
+from rewrite.kernels.assembly import Figures, Row
 
 FINE = Figures(40, 0, 30, 0, 0, 900, {128: 4, 64: 1}, {}, False, False)
 

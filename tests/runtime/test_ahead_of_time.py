@@ -16,8 +16,8 @@ from conftest import INTERPRETED
 from hf_rewrite_runtime.launching import launch
 from rewrite import runtime
 from rewrite.kernels import drift, findings, kernel_run, kernel_tables
+from rewrite.kernels.assembly import Row
 from rewrite.kernels.chips import CHIPS, occupancy
-from rewrite.kernels.kernel_row import Row
 
 TRITON = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
