@@ -1,0 +1,241 @@
+"""Asks both sides of a package the same drawn calls, and makes smaller what differs."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from ..judging.compare import NotRun
+from ..models.configs import Variant
+from ..models.counting import uncounted
+from ..models.model_inputs import vocabulary
+from ..models.model_pair import Pair, Workbench, on_original
+from .drawn_calls import DrawnCall, Prompt, Source, drawn_call, drawn_prompt
+from .drawn_inputs import Side, arguments_of, prompt_of, text_of
+from .drawn_outcomes import Outcome, difference, outcome, streamed_singly
+from .loop_checks import Package, loop_pair
+
+BEFORE = 6
+"""Calls before one that differs that are tried with it, where it does not differ alone."""
+LEAST = 400
+"""Calls that are tried to make one smaller, at most."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A call that differs, made as small as it goes, the calls that have to come before it, and in what it differs."""
+
+    call: DrawnCall
+    what: str
+    before: tuple[DrawnCall, ...] = ()
+
+    def __str__(self) -> str:
+        after = "".join(f"\n    after {call}" for call in self.before)
+        return f"{self.what}\n    {self.call}{after}"
+
+
+@dataclass
+class Figures:
+    """How many calls were compared; for which the package's loop stepped aside, raised, or left tokens to the host."""
+
+    calls: int = 0
+    raised: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    host: Counter[str] = field(default_factory=Counter)
+    not_asked: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Sides:
+    """A pair of models with the package's loop switched on, and a pair that drafts for them."""
+
+    bench: Workbench
+    variant: Variant
+    dtype: str
+
+    def __post_init__(self) -> None:
+        self.pair = loop_pair(self.bench, self.variant, self.dtype)
+        self.package = Package.of(self.bench.subject.rewritten)
+
+    @cached_property
+    def assistants(self) -> Pair:
+        """Models with nearly the same weights, so that many of their drafts are right."""
+        import torch
+
+        pair = loop_pair(self.bench, self.variant, self.dtype)
+        with torch.no_grad():
+            for model in (pair.original, pair.rewritten):
+                generator = torch.Generator().manual_seed(3)
+                for parameter in model.parameters():
+                    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                    parameter.add_(0.05 * parameter.std(correction=0) * noise.to(parameter))
+        return pair
+
+    def ask(self, call: DrawnCall) -> tuple[Outcome, Outcome, list[tuple[str, str]]]:
+        """What both sides do, and why the rewritten one left its own loop.
+
+        Raises:
+            NotRun: the arguments cannot be made of the original.
+        """
+        wanted = reference(call)
+        asks = self.side(wanted, False), self.side(call, True)
+        with uncounted():
+            try:
+                first = arguments_of(wanted, self.variant, asks[0])
+            except Exception as error:  # of foreign code, before what is compared
+                raise NotRun(f"{type(error).__name__}: {error}") from error
+            expected = outcome(asks[0].model, first, call.given.get("mode"), call.prompt.seed)
+        second = arguments_of(call, self.variant, asks[1])
+        self.package.backend.reset_fallbacks()
+        found = outcome(asks[1].model, second, call.given.get("mode"), call.prompt.seed)
+        return expected, found, sorted(set(self.package.backend.fallbacks()))
+
+    def side(self, call: DrawnCall, rewritten: bool) -> Side:
+        """One side as the call takes it."""
+        model = self.pair.rewritten if rewritten else self.pair.original
+        kind = call.given.get("assistant_model")
+        if kind is None:
+            return Side(model)
+        if kind == "same":
+            return Side(model, model)
+        other = self.assistants.original if kind == "other" or not rewritten else self.assistants.rewritten
+        return Side(model, other)
+
+
+class Comparison:
+    """Drawn calls of one class of a package, one after another on one pair of models."""
+
+    def __init__(self, bench: Workbench, variant: Variant):
+        self.bench, self.variant, self.figures = bench, variant, Figures()
+        self.dtype, self.sides = self._first_that_talks()
+        self._heard: dict[Prompt, list[list[int]]] = {}
+
+    def _first_that_talks(self) -> tuple[str, Sides]:
+        problem: NotRun | None = None
+        for dtype in ("float64", "float32"):
+            sides = Sides(self.bench, self.variant, dtype)
+            ask = DrawnCall(Prompt(1, 2, 9, "left"), {"max_new_tokens": 3, "do_sample": False})
+            try:
+                found = sides.ask(ask)[0]
+            except NotRun as reason:
+                problem = reason
+                continue
+            if found.error is None:
+                return dtype, sides
+            problem = NotRun(": ".join(found.error))
+        raise problem or NotRun("the original does not generate")
+
+    @property
+    def maximum(self) -> str:
+        """The name of the bound."""
+        return "fp64 max" if self.dtype == "float64" else "fp32 max"
+
+    def draw(self, seed: int) -> DrawnCall:
+        """The call with that number."""
+        prompt = drawn_prompt(seed)
+        model = self.sides.pair.original
+        heard = self._hear(prompt)
+        asked = prompt_of(self.variant, model, prompt).get("input_ids")
+        numbers = random.Random(f"call {seed}")
+        rows = [[]] * len(heard) if asked is None else asked.tolist()
+        encodes = bool(model.config.is_encoder_decoder)
+        return drawn_call(prompt, Source(numbers, vocabulary(model.config), rows, heard, text_of, encodes))
+
+    def _hear(self, prompt: Prompt) -> list[list[int]]:
+        """What the original says behind a prompt by itself; of what it does not take, nothing in particular."""
+        ask = DrawnCall(prompt, {"max_new_tokens": 12, "do_sample": False})
+        model = self.sides.pair.original
+        try:
+            arguments = arguments_of(ask, self.variant, Side(model))
+            tokens = on_original(model.generate, **arguments.keywords)
+        except NotRun:
+            return [[]] * prompt.rows
+        return [row[-12:] for row in tokens.tolist()]
+
+    def run(self, seeds: range, tell: Any = None) -> list[Difference]:
+        """Compare the calls of these numbers; return those that differ, made smaller."""
+        found, before = [], []
+        for seed in seeds:
+            call = self.draw(seed)
+            what = self.compare(call)
+            if what is not None:
+                found.append(self.smallest(call, what, before))
+                if tell is not None:
+                    tell(seed, found[-1])
+                self.sides = Sides(self.bench, self.variant, self.dtype)
+            before = [*before, call][-BEFORE:]
+        return found
+
+    def compare(self, call: DrawnCall, sides: Sides | None = None) -> str | None:
+        """In words what differs; None where nothing does. Without sides those at hand, and the call is counted."""
+        try:
+            expected, found, left = (sides or self.sides).ask(call)
+        except NotRun as reason:
+            if sides is None:
+                self.figures.not_asked[str(reason)] += 1
+            return None
+        if sides is None:
+            self.figures.calls += 1
+            if expected.error is not None:
+                self.figures.raised[expected.error[0]] += 1
+            else:
+                self.figures.refused.update({reason for operator, reason in left if operator == "generate"})
+                self.figures.host.update({reason for operator, reason in left if operator == "tokens"})
+        if not drafts(call):
+            return difference(expected, found, self.maximum)
+        if call.settings.get("do_sample"):  # of the same distribution, and not the same draws
+            if call.settings.get("top_k") != 1:
+                return None if (expected.error, expected.kind) == (found.error, found.kind) else "another kind"
+            found = replace(found, random=expected.random)
+        return difference(streamed_singly(expected), streamed_singly(found), self.maximum)
+
+    def smallest(self, call: DrawnCall, what: str, before: list[DrawnCall]) -> Difference:
+        """Make a call that differs smaller, on new models each time."""
+        needed: tuple[DrawnCall, ...] = ()
+        if self._differs(call) is None:
+            needed = tuple(before)
+            if self._differs(call, needed) is None:
+                return Difference(call, f"{what}, after more than {BEFORE} calls", needed)
+            for number in reversed(range(len(needed))):
+                fewer = (*needed[:number], *needed[number + 1 :])
+                if self._differs(call, fewer) is not None:
+                    needed = fewer
+        tried, changed = 0, True
+        while changed and tried < LEAST:
+            changed = False
+            for smaller in call.smaller():
+                tried += 1
+                if (now := self._differs(smaller, needed)) is not None:
+                    call, what, changed = smaller, now, True
+                    break
+        return Difference(call, what, needed)
+
+    def _differs(self, call: DrawnCall, before: tuple[DrawnCall, ...] = ()) -> str | None:
+        sides = Sides(self.bench, self.variant, self.dtype)
+        for one in before:
+            self.compare(one, sides)
+        return self.compare(call, sides)
+
+
+def drafts(call: DrawnCall) -> bool:
+    """Whether tokens are drafted."""
+    return "prompt_lookup_num_tokens" in call.settings or "assistant_model" in call.given
+
+
+def reference(call: DrawnCall) -> DrawnCall:
+    """The call whose answer counts: behind a cache that came back, that without drafts.
+
+    transformers' assisted decoding (5.14 to 5.24) reads the whole text once more there, behind what the cache holds.
+    """
+    if drafts(call) and call.given.get("cache") in ("returned", "cropped"):
+        return without(call, "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_model")
+    return call
+
+
+def without(call: DrawnCall, *names: str) -> DrawnCall:
+    """A call without some of its names."""
+    settings = {name: value for name, value in call.settings.items() if name not in names}
+    return replace(call, settings=settings, given={k: v for k, v in call.given.items() if k not in names})
