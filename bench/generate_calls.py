@@ -42,6 +42,6 @@ def main():
             def tell(seed, found):
                 print(f"  call {seed}: {found}", flush=True)
             found = comparison.run(range(given.seed, given.seed + given.calls), tell)
-            print(comparison.dtype, comparison.figures, f"{time.perf_counter()-started:.0f} s", len(found), "differences", flush=True)
+            print(comparison.sides.dtype, comparison.sides.wide, comparison.figures, f"{time.perf_counter()-started:.0f} s", len(found), "differences", flush=True)
 
 main()

@@ -39,6 +39,16 @@ class DrawnCall:
     def __str__(self) -> str:
         return f"{self.prompt}, {dict(self.settings)}, {dict(self.given)}"
 
+    @property
+    def seed(self) -> int:
+        """What torch's generator is seeded with."""
+        return self.prompt.seed
+
+    @property
+    def rows(self) -> int:
+        """How many texts are generated at once, beams aside."""
+        return self.prompt.rows * int(self.settings.get("num_return_sequences", 1))
+
     def smaller(self) -> Iterator[DrawnCall]:
         """Yield calls that ask for less: without one name, then with less of a prompt, then with smaller values."""
         for part in ("given", "settings"):

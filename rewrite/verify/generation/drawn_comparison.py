@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -9,14 +10,15 @@ from functools import cached_property
 from typing import Any
 
 from ..judging.compare import NotRun
+from ..judging.fp32_free_reference import unrounded
 from ..models.configs import Variant
 from ..models.counting import uncounted
 from ..models.model_inputs import vocabulary
 from ..models.model_pair import Pair, Workbench, on_original
-from .drawn_calls import DrawnCall, Prompt, Source, drawn_call, drawn_prompt
-from .drawn_inputs import Side, arguments_of, prompt_of, text_of
+from .drawn_calls import ASSISTED, DRAFTS, DrawnCall, Prompt, Source, drawn_call, drawn_prompt
+from .drawn_inputs import Arguments, Side, arguments_of, prompt_of, text_of
 from .drawn_outcomes import Outcome, difference, outcome, streamed_singly
-from .loop_checks import Package, loop_pair
+from .loop_checks import Package, fused, loop_pair
 
 BEFORE = 6
 """Calls before one that differs that are tried with it, where it does not differ alone."""
@@ -46,6 +48,17 @@ class Figures:
     refused: Counter[str] = field(default_factory=Counter)
     host: Counter[str] = field(default_factory=Counter)
     not_asked: Counter[str] = field(default_factory=Counter)
+    rounded: int = 0
+    """Calls that differ by what is rounded to fp32 alone."""
+
+    def count(self, expected: Outcome, left: list[tuple[str, str]]) -> None:
+        """Count a call."""
+        self.calls += 1
+        if expected.error is not None:
+            self.raised[expected.error[0]] += 1
+        else:
+            self.refused.update({reason for operator, reason in left if operator == "generate"})
+            self.host.update({reason for operator, reason in left if operator == "tokens"})
 
 
 @dataclass
@@ -55,6 +68,9 @@ class Sides:
     bench: Workbench
     variant: Variant
     dtype: str
+    wide: bool = False
+    """Whether nothing is rounded to fp32: models whose attention makes a mask of fp64's lowest value in fp32 say nothing
+    of padded rows else."""
 
     def __post_init__(self) -> None:
         self.pair = loop_pair(self.bench, self.variant, self.dtype)
@@ -80,18 +96,25 @@ class Sides:
         Raises:
             NotRun: the arguments cannot be made of the original.
         """
-        wanted = reference(call)
-        asks = self.side(wanted, False), self.side(call, True)
-        with uncounted():
-            try:
-                first = arguments_of(wanted, self.variant, asks[0])
-            except Exception as error:  # of foreign code, before what is compared
-                raise NotRun(f"{type(error).__name__}: {error}") from error
-            expected = outcome(asks[0].model, first, call.given.get("mode"), call.prompt.seed)
-        second = arguments_of(call, self.variant, asks[1])
-        self.package.backend.reset_fallbacks()
-        found = outcome(asks[1].model, second, call.given.get("mode"), call.prompt.seed)
-        return expected, found, sorted(set(self.package.backend.fallbacks()))
+        package, mode = self.package, call.given.get("mode")
+        with unrounded() if self.wide else contextlib.nullcontext():
+            asked = self._arguments(call, self.side(call, False))
+            package.backend.reset_fallbacks()
+            arguments = arguments_of(call, self.variant, self.side(call, True))
+            found = outcome(self.pair.rewritten, arguments, mode, call.seed)
+            left = sorted(set(package.backend.fallbacks()))
+            plain = without_drafts(call)
+            if plain is not call and found.error is None and not any(operator == "generate" for operator, _ in left):
+                call, asked = plain, self._arguments(plain, self.side(plain, False))
+            with uncounted():
+                return outcome(self.pair.original, asked, mode, call.seed), found, left
+
+    def _arguments(self, call: DrawnCall, side: Side) -> Arguments:
+        try:
+            with uncounted():
+                return arguments_of(call, self.variant, side)
+        except Exception as error:  # of foreign code, before what is compared
+            raise NotRun(f"{type(error).__name__}: {error}") from error
 
     def side(self, call: DrawnCall, rewritten: bool) -> Side:
         """One side as the call takes it."""
@@ -110,28 +133,28 @@ class Comparison:
 
     def __init__(self, bench: Workbench, variant: Variant):
         self.bench, self.variant, self.figures = bench, variant, Figures()
-        self.dtype, self.sides = self._first_that_talks()
+        self.sides = self._first_that_talks()
         self._heard: dict[Prompt, list[list[int]]] = {}
 
-    def _first_that_talks(self) -> tuple[str, Sides]:
+    def _first_that_talks(self) -> Sides:
         problem: NotRun | None = None
-        for dtype in ("float64", "float32"):
-            sides = Sides(self.bench, self.variant, dtype)
-            ask = DrawnCall(Prompt(1, 2, 9, "left"), {"max_new_tokens": 3, "do_sample": False})
-            try:
-                found = sides.ask(ask)[0]
-            except NotRun as reason:
-                problem = reason
-                continue
-            if found.error is None:
-                return dtype, sides
-            problem = NotRun(": ".join(found.error))
+        for dtype, wide in (("float64", False), ("float64", True), ("float32", False)):
+            sides = Sides(self.bench, self.variant, dtype, wide)
+            settings = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True}
+            found = sides.ask(DrawnCall(Prompt(1, 2, 9, "left"), settings))[0]
+            logits = [value for name, value in found.values.items() if ".logits." in name]
+            if found.error is None and all(bool(value.isfinite().all()) for value in logits):
+                return sides
+            problem = NotRun(": ".join(found.error or ("", "the original's logits are not finite")))
         raise problem or NotRun("the original does not generate")
+
+    def _new(self) -> Sides:
+        return replace(self.sides)
 
     @property
     def maximum(self) -> str:
         """The name of the bound."""
-        return "fp64 max" if self.dtype == "float64" else "fp32 max"
+        return "fp64 max" if self.sides.dtype == "float64" else "fp32 max"
 
     def draw(self, seed: int) -> DrawnCall:
         """The call with that number."""
@@ -150,7 +173,8 @@ class Comparison:
         model = self.sides.pair.original
         try:
             arguments = arguments_of(ask, self.variant, Side(model))
-            tokens = on_original(model.generate, **arguments.keywords)
+            with unrounded() if self.sides.wide else contextlib.nullcontext():
+                tokens = on_original(model.generate, **arguments.keywords)
         except NotRun:
             return [[]] * prompt.rows
         return [row[-12:] for row in tokens.tolist()]
@@ -162,10 +186,12 @@ class Comparison:
             call = self.draw(seed)
             what = self.compare(call)
             if what is not None:
-                found.append(self.smallest(call, what, before))
-                if tell is not None:
-                    tell(seed, found[-1])
-                self.sides = Sides(self.bench, self.variant, self.dtype)
+                smallest = self.smallest(call, what, before)
+                self.figures.rounded += smallest is None
+                found += [smallest] if smallest is not None else []
+                if smallest is not None and tell is not None:
+                    tell(seed, smallest)
+                self.sides = self._new()
             before = [*before, call][-BEFORE:]
         return found
 
@@ -178,12 +204,9 @@ class Comparison:
                 self.figures.not_asked[str(reason)] += 1
             return None
         if sides is None:
-            self.figures.calls += 1
-            if expected.error is not None:
-                self.figures.raised[expected.error[0]] += 1
-            else:
-                self.figures.refused.update({reason for operator, reason in left if operator == "generate"})
-                self.figures.host.update({reason for operator, reason in left if operator == "tokens"})
+            self.figures.count(expected, left)
+        if ("generate", "step_differs") in left and fused((sides or self.sides).pair.rewritten):
+            return "the package leaves its own step aside, which computes something else (step_differs)"
         if not drafts(call):
             return difference(expected, found, self.maximum)
         if call.settings.get("do_sample"):  # of the same distribution, and not the same draws
@@ -192,8 +215,8 @@ class Comparison:
             found = replace(found, random=expected.random)
         return difference(streamed_singly(expected), streamed_singly(found), self.maximum)
 
-    def smallest(self, call: DrawnCall, what: str, before: list[DrawnCall]) -> Difference:
-        """Make a call that differs smaller, on new models each time."""
+    def smallest(self, call: DrawnCall, what: str, before: list[DrawnCall]) -> Difference | None:
+        """Make a call that differs smaller, on new models each time; None where roundings to fp32 alone differ."""
         needed: tuple[DrawnCall, ...] = ()
         if self._differs(call) is None:
             needed = tuple(before)
@@ -203,18 +226,28 @@ class Comparison:
                 fewer = (*needed[:number], *needed[number + 1 :])
                 if self._differs(call, fewer) is not None:
                     needed = fewer
+        if self._rounds(call, needed):
+            return None
         tried, changed = 0, True
         while changed and tried < LEAST:
             changed = False
             for smaller in call.smaller():
                 tried += 1
-                if (now := self._differs(smaller, needed)) is not None:
+                if (now := self._differs(smaller, needed)) is not None and not self._rounds(smaller, needed):
                     call, what, changed = smaller, now, True
                     break
         return Difference(call, what, needed)
 
-    def _differs(self, call: DrawnCall, before: tuple[DrawnCall, ...] = ()) -> str | None:
-        sides = Sides(self.bench, self.variant, self.dtype)
+    def _rounds(self, call: DrawnCall, before: tuple[DrawnCall, ...]) -> bool:
+        """Whether both sides do the same where nothing is rounded to fp32."""
+        if self.sides.wide or self.sides.dtype != "float64":
+            return False
+        return self._differs(call, before, replace(self.sides, wide=True)) is None
+
+    def _differs(
+        self, call: DrawnCall, before: tuple[DrawnCall, ...] = (), sides: Sides | None = None
+    ) -> str | None:
+        sides = sides or self._new()
         for one in before:
             self.compare(one, sides)
         return self.compare(call, sides)
@@ -225,13 +258,13 @@ def drafts(call: DrawnCall) -> bool:
     return "prompt_lookup_num_tokens" in call.settings or "assistant_model" in call.given
 
 
-def reference(call: DrawnCall) -> DrawnCall:
-    """The call whose answer counts: behind a cache that came back, that without drafts.
+def without_drafts(call: DrawnCall) -> DrawnCall:
+    """The call whose answer counts where drafts are taken that transformers' assisted decoding (5.14 to 5.24) does not.
 
-    transformers' assisted decoding (5.14 to 5.24) reads the whole text once more there, behind what the cache holds.
+    It has one row, and behind a cache that came back it reads the whole text once more.
     """
-    if drafts(call) and call.given.get("cache") in ("returned", "cropped"):
-        return without(call, "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_model")
+    if drafts(call) and (call.given.get("cache") in ("returned", "cropped") or call.rows > 1):
+        return without(call, *DRAFTS, *ASSISTED, "assistant_model")
     return call
 
 

@@ -108,6 +108,8 @@ class Arguments:
 
     keywords: dict[str, Any]
     positional: tuple[Any, ...]
+    tensors: dict[str, Any]
+    """Those among them that hold tensors."""
     seen: Seen
 
 
@@ -141,7 +143,7 @@ def arguments_of(call: DrawnCall, variant: Variant, side: Side) -> Arguments:
         inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
     if given.get("generation_config") == "object":
         keywords = _in_an_object(call, keywords)
-    return Arguments({**inputs, **keywords}, positional, seen)
+    return Arguments({**inputs, **keywords}, positional, {**inputs, "the first": positional}, seen)
 
 
 def _in_an_object(call: DrawnCall, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +177,7 @@ def _say_cache(call: DrawnCall, side: Side, inputs: dict[str, Any]) -> None:
         )
     cache, ids = given_back(first), first.sequences
     if kind == "cropped" and cache is not None and hasattr(cache, "crop"):
-        cache.crop(ids.shape[1] - 3)
+        cache.crop(-2)
     inputs[asked_with(model)] = cache
     name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     more = tokens(call.prompt.seed + 7, vocabulary(model.config), len(ids), FOLLOW_UP, "cpu")

@@ -51,9 +51,7 @@ def outcome(model: Any, arguments: Arguments, mode: str | None, seed: int) -> Ou
         model.eval()
     random = torch.get_rng_state()
     kind = type(found).__name__ + (f" of {', '.join(found)}" if isinstance(found, Mapping) else "")
-    given = {name: value for name, value in arguments.keywords.items() if not callable(value)}
-    given.pop("generation_config", None)
-    values = everything(found, "output") | everything((arguments.positional, given), "given")
+    values = everything(found, "output") | everything(arguments.tensors, "given")
     return Outcome(error, kind, {name: value.clone() for name, value in values.items()}, arguments.seen.words, random)
 
 
