@@ -45,6 +45,8 @@ class CallGraphs:
         self._model, self._call, self._store, self._plan = model, call, store, plan
         self._sampling, self._dynamic = sampling, dynamic
         self._drafts = sampling is not None and sampling.lookup is not None
+        self.held: DecodeGraph | None = None
+        """The graph that holds the text."""
         self._in_16_bits = "drafts" if self._drafts else "ranks" if plan.ranks is not None else ""
 
     def first(self) -> DecodeGraph:
@@ -75,6 +77,7 @@ class CallGraphs:
             if not graph.validator.has_proved:
                 self._store.drop(graph)
             raise Unsupported("cache_contents") from error
+        self.held = graph
         return graph
 
     def larger(self, graph: DecodeGraph, room: int) -> DecodeGraph:
@@ -83,6 +86,7 @@ class CallGraphs:
         larger = self._find(capacity + min(room, capacity))
         larger.cache.clear()
         larger.take_over(graph)
+        self.held = larger
         self._store.drop(graph)
         return larger
 

@@ -49,12 +49,16 @@ class DrawnCall:
         """How many texts are generated at once, beams aside."""
         return self.prompt.rows * int(self.settings.get("num_return_sequences", 1))
 
+    def without(self, *names: str) -> DrawnCall:
+        """The call without some of its names."""
+        settings, given = (
+            {name: value for name, value in part.items() if name not in names} for part in (self.settings, self.given)
+        )
+        return replace(self, settings=settings, given=given)
+
     def smaller(self) -> Iterator[DrawnCall]:
         """Yield calls that ask for less: without one name, then with less of a prompt, then with smaller values."""
-        for part in ("given", "settings"):
-            names = getattr(self, part)
-            for name in names:
-                yield replace(self, **{part: {other: value for other, value in names.items() if other != name}})
+        yield from (self.without(name) for name in (*self.given, *self.settings))
         for changed in _less_of(self.prompt):
             yield replace(self, prompt=changed)
         for name, value in self.settings.items():
@@ -162,7 +166,7 @@ ALWAYS: Mapping[str, tuple[float, Strategy]] = {
     "output_logits": (0.35, _of(True, True, False)),
     "output_attentions": (0.03, _of(True)),
     "output_hidden_states": (0.04, _of(True)),
-    "use_cache": (0.06, _of(False, True)),
+    "use_cache": (0.05, _of(False, True)),
     "cache_implementation": (0.04, _of("dynamic", "static", "offloaded")),
     "max_cache_len": (0.01, _integer(8, 40)),
     "repetition_penalty": (0.15, _of(1.0, 1.3, 3.0, 0.7)),
@@ -240,17 +244,20 @@ NOT_DRAWN: Mapping[str, str] = {
 OF_PROMPTS = frozenset({"self", "inputs", "kwargs", "negative_prompt_attention_mask"})
 """Arguments that follow from a prompt."""
 GIVEN: Mapping[str, tuple[float, Strategy]] = {
-    "logits_processor": (0.1, _of("adds", "in place", "counts", "raises")),
-    "stopping_criteria": (0.1, _of("at a token", "at a length", "never", "raises")),
+    "logits_processor": (0.1, _of("adds", "in place", "counts", "counts", "raises")),
+    "stopping_criteria": (0.1, _of("at a token", "at a length", "never", "at a token", "raises")),
     "prefix_allowed_tokens_fn": (0.04, _of("even", "by row")),
-    "streamer": (0.15, _of("keeps", "keeps", "raises")),
+    "streamer": (0.15, _of("keeps", "keeps", "keeps", "raises")),
     "generation_config": (0.12, _of("object")),
     "negative_prompt_ids": (0.0, _of("tokens")),
     "assistant_model": (0.0, _of("alike", "same", "other")),
-    "as": (0.08, _of("inputs", "inputs_embeds")),
+    "as": (0.1, _of("inputs", "inputs_embeds", "int32", "nothing")),
+    "mask": (0.08, _of("bool", "int32", "float32")),
     "position_ids": (0.14, _of("counted", "of the mask", "shifted", "by row", "one row")),
     "cache": (0.16, _of("empty", "configured", "returned", "returned", "cropped", "static")),
     "mode": (0.06, _of("training", "inference")),
+    "room": (0.3, _of("small")),
+    "begins": (0.1, _of("plainly")),
     "decoder_input_ids": (0.3, _integer(1, 4)),
     "decoder_attention_mask": (0.1, _of("ones", "left")),
     "encoder_outputs": (0.06, _of("given")),
@@ -269,19 +276,22 @@ def unknown(model: Any) -> list[str]:
     return sorted(offered - known)
 
 
-def drawn_prompt(seed: int) -> Prompt:
-    """The prompt of the call with that number."""
-    numbers = random.Random(f"prompt {seed}")
+def drawn_prompt(name: str) -> tuple[Prompt, dict[str, str]]:
+    """The prompt of the call of that name, and of which kind the models are."""
+    numbers = random.Random(f"prompt {name}")
     rows, length = numbers.choice((1, 1, 2, 3, 4)), numbers.choice((1, 2, 4, 7, 9, 9, 13))
     padding = numbers.choice(PADDINGS if rows > 1 else PADDINGS[:2] * 3 + PADDINGS)
-    return Prompt(numbers.randrange(1 << 16), rows, length, padding, numbers.random() < 0.25)
+    world = {"vocabulary": "large"} if numbers.random() < 0.03 else {}
+    world = {"weights": "repeating"} if not world and numbers.random() < 0.2 else world
+    return Prompt(numbers.randrange(1 << 16), rows, length, padding, numbers.random() < 0.25), world
 
 
-def drawn_call(prompt: Prompt, source: Source) -> DrawnCall:
-    """A call behind a prompt; mostly one that transformers accepts."""
-    kind = source.random.choices(("plain", "beams", "lookup", "assisted"), (0.66, 0.14, 0.12, 0.08))[0]
+def drawn_call(prompt: Prompt, world: Mapping[str, str], source: Source) -> DrawnCall:
+    """A call behind a prompt; mostly one that transformers accepts. Texts that repeat themselves are often drafted."""
+    shares = (0.66, 0.14, 0.12, 0.08) if "weights" not in world else (0.3, 0.1, 0.4, 0.2)
+    kind = source.random.choices(("plain", "beams", "lookup", "assisted"), shares)[0]
     settings: dict[str, Any] = {"max_new_tokens": source.one(1, 2, 5, 8, MOST_NEW, MOST_NEW)}
-    given = _chosen(GIVEN, source)
+    given = {**world, **_chosen(GIVEN, source)}
     if source.chance(0.35):
         settings |= {"do_sample": True, **_chosen(DRAWS, source)}
     elif source.chance(0.05):
@@ -302,10 +312,12 @@ def drawn_call(prompt: Prompt, source: Source) -> DrawnCall:
     elif kind == "assisted":
         settings |= _chosen(ASSISTED, source)
         given["assistant_model"] = GIVEN["assistant_model"][1](source)
-        if source.chance(0.9):
-            prompt = replace(prompt, rows=1)
+    if kind in ("assisted", "lookup") and source.chance(0.5):
+        prompt = replace(prompt, rows=1)
     if kind in ("lookup", "assisted") and settings.get("do_sample") and source.chance(0.8):
         settings["top_k"] = 1  # other draws are not the same
+    if "eos_token_id" not in settings and source.chance(0.9):
+        settings.pop("exponential_decay_length_penalty", None)  # raises without
     if "max_length" in settings and source.chance(0.8):
         settings.pop("max_new_tokens")
     if settings.get("guidance_scale") and source.chance(0.5):

@@ -6,19 +6,18 @@ import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from ..judging.compare import NotRun
 from ..judging.fp32_free_reference import unrounded
 from ..models.configs import Variant
-from ..models.counting import uncounted
 from ..models.model_inputs import vocabulary
-from ..models.model_pair import Pair, Workbench, on_original
-from .drawn_calls import ASSISTED, DRAFTS, DrawnCall, Prompt, Source, drawn_call, drawn_prompt
-from .drawn_inputs import Arguments, Side, arguments_of, prompt_of, text_of
-from .drawn_outcomes import Outcome, difference, outcome, streamed_singly
-from .loop_checks import Package, fused, loop_pair
+from ..models.model_pair import Workbench, on_original
+from .drawn_calls import DrawnCall, Prompt, Source, drawn_call, drawn_prompt
+from .drawn_inputs import Side, arguments_of, prompt_of, text_of
+from .drawn_outcomes import Outcome, difference, streamed_singly
+from .drawn_sides import Left, Sides, drafts, kind_of
+from .loop_checks import fused
 
 BEFORE = 6
 """Calls before one that differs that are tried with it, where it does not differ alone."""
@@ -51,81 +50,14 @@ class Figures:
     rounded: int = 0
     """Calls that differ by what is rounded to fp32 alone."""
 
-    def count(self, expected: Outcome, left: list[tuple[str, str]]) -> None:
+    def count(self, expected: Outcome, left: Left) -> None:
         """Count a call."""
         self.calls += 1
         if expected.error is not None:
-            self.raised[expected.error[0]] += 1
+            self.raised[": ".join(expected.error).split("\n")[0][:90]] += 1
         else:
             self.refused.update({reason for operator, reason in left if operator == "generate"})
             self.host.update({reason for operator, reason in left if operator == "tokens"})
-
-
-@dataclass
-class Sides:
-    """A pair of models with the package's loop switched on, and a pair that drafts for them."""
-
-    bench: Workbench
-    variant: Variant
-    dtype: str
-    wide: bool = False
-    """Whether nothing is rounded to fp32: models whose attention makes a mask of fp64's lowest value in fp32 say nothing
-    of padded rows else."""
-
-    def __post_init__(self) -> None:
-        self.pair = loop_pair(self.bench, self.variant, self.dtype)
-        self.package = Package.of(self.bench.subject.rewritten)
-
-    @cached_property
-    def assistants(self) -> Pair:
-        """Models with nearly the same weights, so that many of their drafts are right."""
-        import torch
-
-        pair = loop_pair(self.bench, self.variant, self.dtype)
-        with torch.no_grad():
-            for model in (pair.original, pair.rewritten):
-                generator = torch.Generator().manual_seed(3)
-                for parameter in model.parameters():
-                    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-                    parameter.add_(0.05 * parameter.std(correction=0) * noise.to(parameter))
-        return pair
-
-    def ask(self, call: DrawnCall) -> tuple[Outcome, Outcome, list[tuple[str, str]]]:
-        """What both sides do, and why the rewritten one left its own loop.
-
-        Raises:
-            NotRun: the arguments cannot be made of the original.
-        """
-        package, mode = self.package, call.given.get("mode")
-        with unrounded() if self.wide else contextlib.nullcontext():
-            asked = self._arguments(call, self.side(call, False))
-            package.backend.reset_fallbacks()
-            arguments = arguments_of(call, self.variant, self.side(call, True))
-            found = outcome(self.pair.rewritten, arguments, mode, call.seed)
-            left = sorted(set(package.backend.fallbacks()))
-            plain = without_drafts(call)
-            if plain is not call and found.error is None and not any(operator == "generate" for operator, _ in left):
-                call, asked = plain, self._arguments(plain, self.side(plain, False))
-            with uncounted():
-                return outcome(self.pair.original, asked, mode, call.seed), found, left
-
-    def _arguments(self, call: DrawnCall, side: Side) -> Arguments:
-        try:
-            with uncounted():
-                return arguments_of(call, self.variant, side)
-        except Exception as error:  # of foreign code, before what is compared
-            raise NotRun(f"{type(error).__name__}: {error}") from error
-
-    def side(self, call: DrawnCall, rewritten: bool) -> Side:
-        """One side as the call takes it."""
-        model = self.pair.rewritten if rewritten else self.pair.original
-        kind = call.given.get("assistant_model")
-        if kind is None:
-            return Side(model)
-        if kind == "same":
-            return Side(model, model)
-        other = self.assistants.original if kind == "other" or not rewritten else self.assistants.rewritten
-        return Side(model, other)
 
 
 class Comparison:
@@ -134,7 +66,6 @@ class Comparison:
     def __init__(self, bench: Workbench, variant: Variant):
         self.bench, self.variant, self.figures = bench, variant, Figures()
         self.sides = self._first_that_talks()
-        self._heard: dict[Prompt, list[list[int]]] = {}
 
     def _first_that_talks(self) -> Sides:
         problem: NotRun | None = None
@@ -149,7 +80,7 @@ class Comparison:
         raise problem or NotRun("the original does not generate")
 
     def _new(self) -> Sides:
-        return replace(self.sides)
+        return replace(self.sides, _pairs={})
 
     @property
     def maximum(self) -> str:
@@ -157,22 +88,24 @@ class Comparison:
         return "fp64 max" if self.sides.dtype == "float64" else "fp32 max"
 
     def draw(self, seed: int) -> DrawnCall:
-        """The call with that number."""
-        prompt = drawn_prompt(seed)
-        model = self.sides.pair.original
-        heard = self._hear(prompt)
-        asked = prompt_of(self.variant, model, prompt).get("input_ids")
-        numbers = random.Random(f"call {seed}")
+        """The call with that number, another one for each class."""
+        name = f"{self.bench.subject.name} {seed}"
+        prompt, world = drawn_prompt(name)
+        kind = kind_of(DrawnCall(prompt, {}, world))
+        model = self.sides.pair(kind).original
+        asked = prompt_of(self.sides.variant_of(kind), model, prompt).get("input_ids")
+        heard = self._hear(prompt, kind)
         rows = [[]] * len(heard) if asked is None else asked.tolist()
         encodes = bool(model.config.is_encoder_decoder)
-        return drawn_call(prompt, Source(numbers, vocabulary(model.config), rows, heard, text_of, encodes))
+        source = Source(random.Random(f"call {name}"), vocabulary(model.config), rows, heard, text_of, encodes)
+        return drawn_call(prompt, world, source)
 
-    def _hear(self, prompt: Prompt) -> list[list[int]]:
+    def _hear(self, prompt: Prompt, kind: str) -> list[list[int]]:
         """What the original says behind a prompt by itself; of what it does not take, nothing in particular."""
         ask = DrawnCall(prompt, {"max_new_tokens": 12, "do_sample": False})
-        model = self.sides.pair.original
+        model = self.sides.pair(kind).original
         try:
-            arguments = arguments_of(ask, self.variant, Side(model))
+            arguments = arguments_of(ask, self.sides.variant_of(kind), Side(model))
             with unrounded() if self.sides.wide else contextlib.nullcontext():
                 tokens = on_original(model.generate, **arguments.keywords)
         except NotRun:
@@ -205,7 +138,7 @@ class Comparison:
             return None
         if sides is None:
             self.figures.count(expected, left)
-        if ("generate", "step_differs") in left and fused((sides or self.sides).pair.rewritten):
+        if ("generate", "step_differs") in left and fused((sides or self.sides).pair().rewritten):
             return "the package leaves its own step aside, which computes something else (step_differs)"
         if not drafts(call):
             return difference(expected, found, self.maximum)
@@ -242,7 +175,7 @@ class Comparison:
         """Whether both sides do the same where nothing is rounded to fp32."""
         if self.sides.wide or self.sides.dtype != "float64":
             return False
-        return self._differs(call, before, replace(self.sides, wide=True)) is None
+        return self._differs(call, before, replace(self.sides, wide=True, _pairs={})) is None
 
     def _differs(
         self, call: DrawnCall, before: tuple[DrawnCall, ...] = (), sides: Sides | None = None
@@ -251,24 +184,3 @@ class Comparison:
         for one in before:
             self.compare(one, sides)
         return self.compare(call, sides)
-
-
-def drafts(call: DrawnCall) -> bool:
-    """Whether tokens are drafted."""
-    return "prompt_lookup_num_tokens" in call.settings or "assistant_model" in call.given
-
-
-def without_drafts(call: DrawnCall) -> DrawnCall:
-    """The call whose answer counts where drafts are taken that transformers' assisted decoding (5.14 to 5.24) does not.
-
-    It has one row, and behind a cache that came back it reads the whole text once more.
-    """
-    if drafts(call) and (call.given.get("cache") in ("returned", "cropped") or call.rows > 1):
-        return without(call, *DRAFTS, *ASSISTED, "assistant_model")
-    return call
-
-
-def without(call: DrawnCall, *names: str) -> DrawnCall:
-    """A call without some of its names."""
-    settings = {name: value for name, value in call.settings.items() if name not in names}
-    return replace(call, settings=settings, given={k: v for k, v in call.given.items() if k not in names})

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 FOLLOW_UP = 3
 """Tokens that are said behind a cache that came back."""
+STATIC = "abcdef"
+"""What `StopStringCriteria` puts in front of each word to learn its text."""
 LATE = 2
 """How many times a caller's object is asked until it raises."""
 
@@ -64,7 +66,8 @@ def tokenizer_of(vocab: int) -> Any:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    text = Tokenizer(models.WordLevel({_word(token): token for token in range(vocab)}, unk_token=_word(2)))
+    words = {_word(token): token for token in range(vocab - 1)} | {STATIC: vocab - 1}
+    text = Tokenizer(models.WordLevel(words, unk_token=_word(2)))
     text.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=text, unk_token=_word(2), pad_token=_word(0))
 
@@ -115,6 +118,8 @@ class Arguments:
 
 def arguments_of(call: DrawnCall, variant: Variant, side: Side) -> Arguments:
     """The arguments of a drawn call for one side. A cache that is returned is that of a call before."""
+    import torch
+
     seen, model, given = Seen(), side.model, call.given
     inputs: dict[str, Any] = prompt_of(variant, model, call.prompt)
     keywords = {"pad_token_id": 0, **copy.deepcopy(dict(call.settings))}
@@ -136,8 +141,13 @@ def arguments_of(call: DrawnCall, variant: Variant, side: Side) -> Arguments:
         keywords["assistant_model"] = side.assistant
         for name in [name for name in keywords if "assistant" in name and name != "assistant_model"]:
             setattr(side.assistant.generation_config, name, keywords[name])
+    if "mask" in given and "attention_mask" in inputs:
+        inputs["attention_mask"] = inputs["attention_mask"].to(getattr(torch, given["mask"]))
     positional: tuple[Any, ...] = ()
-    if given.get("as") == "inputs":
+    if given.get("as") in ("int32", "nothing") and "input_ids" in inputs:
+        ids = inputs.pop("input_ids")
+        inputs = {"input_ids": ids.int(), **inputs} if given["as"] == "int32" else inputs
+    elif given.get("as") == "inputs":
         positional = (inputs.pop(next(iter(inputs))),)
     elif given.get("as") == "inputs_embeds" and "input_ids" in inputs and not model.config.is_encoder_decoder:
         inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
