@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from ..generation.call_sequences import embed_larger
+from ..generation.loop_checks import LOOP, Package, loop_pair
 from ..judging.compare import NotRun
 from ..judging.fp32_free_reference import unrounded
 from ..models.configs import Variant
 from ..models.counting import uncounted
 from ..models.model_pair import Pair, Workbench
-from .call_sequences import embed_larger
-from .drawn_calls import ASSISTED, DRAFTS, DrawnCall
-from .drawn_inputs import Arguments, Side, arguments_of
-from .drawn_outcomes import Outcome, outcome
-from .loop_checks import LOOP, Package, loop_pair
+from .call_arguments import Arguments, Side, arguments_of
+from .call_outcomes import Outcome, outcome
+from .call_strategies import ASSISTED, DRAFTS
+from .drawn_calls import DrawnCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,15 +35,23 @@ Left = list[tuple[str, str]]
 
 @dataclass
 class Sides:
-    """Pairs of models by kind, each built when first asked for."""
+    """Pairs of models by kind, each built when first asked for, with the graphs of the calls before."""
 
     bench: Workbench
     variant: Variant
     dtype: str
+    """In which the models compute."""
     wide: bool = False
-    """Whether nothing is rounded to fp32: models whose attention makes a mask of fp64's lowest value in fp32 say nothing
-    of padded rows else."""
+    """Whether nothing is rounded to fp32: where attention takes fp64's lowest value there, padding is NaN."""
     _pairs: dict[str, Pair] = field(default_factory=dict)
+
+    def new(self, wide: bool = False) -> Sides:
+        """The same with new models."""
+        return Sides(self.bench, self.variant, self.dtype, self.wide or wide)
+
+    def exactly(self) -> AbstractContextManager[None]:
+        """A context in which nothing is rounded to fp32, where that is wanted."""
+        return unrounded() if self.wide else contextlib.nullcontext()
 
     def __post_init__(self) -> None:
         self.package = Package.of(self.bench.subject.rewritten)
@@ -56,7 +65,7 @@ class Sides:
         return changed
 
     def pair(self, kind: str = "") -> Pair:
-        """A pair of a kind: `repeating` texts, with a `large` vocabulary, an `assistant` whose drafts are often right."""
+        """A pair of a kind: `repeating` texts, a `large` vocabulary, an `assistant` whose drafts are often right."""
         if kind not in self._pairs:
             pair = loop_pair(self.bench, self.variant_of(kind), self.dtype)
             if kind in MAKE:
@@ -72,7 +81,7 @@ class Sides:
         """
         kind = kind_of(call)
         models, package, mode = self.pair(kind), self.package, call.given.get("mode")
-        with unrounded() if self.wide else contextlib.nullcontext():
+        with self.exactly():
             asked = self._arguments(call, self._side(call, kind, False))
             package.backend.reset_fallbacks()
             with self._begun(call, models.rewritten):
@@ -127,9 +136,9 @@ def drafts(call: DrawnCall) -> bool:
 
 
 def without_drafts(call: DrawnCall) -> DrawnCall:
-    """The call whose answer counts where drafts are taken that transformers' assisted decoding (5.14 to 5.24) does not.
+    """The call whose answer counts where drafts are taken as transformers' assisted decoding (5.14 to 5.24) does not.
 
-    It has one row, and behind a cache that came back it reads the whole text once more.
+    That has one row, and behind a cache that came back it reads the whole text once more.
     """
     if drafts(call) and (call.given.get("cache") in ("returned", "cropped") or call.rows > 1):
         return call.without(*DRAFTS, *ASSISTED, "assistant_model")

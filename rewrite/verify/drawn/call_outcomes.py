@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ..calls.observed import everything
 from ..judging.compare import Mismatch, near_exact
 from ..models.inputs import seed_all
-from .drawn_inputs import Arguments, Raised
+from .call_arguments import Arguments
+from .caller_objects import Raised
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +50,7 @@ def outcome(model: Any, arguments: Arguments, mode: str | None, seed: int) -> Ou
         error = type(raised).__name__, str(raised)
     finally:
         model.eval()
-    random = torch.get_rng_state()
+    random = torch.cuda.get_rng_state() if model.device.type == "cuda" else torch.get_rng_state()
     kind = type(found).__name__ + (f" of {', '.join(found)}" if isinstance(found, Mapping) else "")
     values = everything(found, "output") | everything(arguments.tensors, "given")
     return Outcome(error, kind, {name: value.clone() for name, value in values.items()}, arguments.seen.words, random)
