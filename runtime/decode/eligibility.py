@@ -160,6 +160,14 @@ class Call:
         return all(map(bool, plain)) if len(plain) < 2 else bool(torch.logical_and(*plain))
 
     @property
+    def ahead(self) -> int:
+        """By how many positions the row that is furthest counts more tokens than there are, as the caller may say."""
+        position_ids = self.inputs.get("position_ids")
+        if position_ids is None or position_ids.dim() != 2 or self.is_unpadded:
+            return 0
+        return max(0, int(position_ids[:, -1].max()) + 1 - length_of(self.cache) - self.input_ids.shape[1])
+
+    @property
     def inputs(self) -> dict[str, Any]:
         """What goes to the model besides the tokens."""
         given = self.model_kwargs.items()

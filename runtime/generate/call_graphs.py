@@ -60,7 +60,10 @@ class CallGraphs:
                 raise Unsupported(self._store.refused[key].reason)
         if not takes_padding(self._model) and not self._call.is_unpadded:
             raise Unsupported("attention_mask")
-        room = min(self._call.steps - 1, FIRST_ROOM)
+        ahead = self._call.ahead
+        if ahead and self._call.steps - 1 + ahead > FIRST_ROOM:  # a step has rotary tables for its cache's slots alone
+            raise Unsupported("position_ids")
+        room = min(self._call.steps - 1, FIRST_ROOM) + ahead
         if self._sampling is not None and self._drafts:
             room += width_of(self._sampling)
         needed = length_of(self._dynamic) + self._call.input_ids.shape[1] + room

@@ -63,8 +63,8 @@ class Difference:
 class Figures:
     """How many calls were compared, and what of.
 
-    `raised` counts calls for which the original raises, `refused` those left to the original's loop, `host` those whose
-    tokens the host chose over replayed steps, all by reason; `not_asked` calls whose arguments cannot be made, and
+    `raised` counts calls for which the original raises, `refused` those left to the original's loop, `host` those in
+    which the host chose tokens over replayed steps, by reason; `not_asked` calls whose arguments cannot be made, and
     `rounded` those that differ by roundings to fp32 alone.
     """
 
