@@ -23,8 +23,8 @@ class Outcome:
     """What a call did.
 
     `error` is the type and the message of what it raised; `values` every tensor of what it returned, its cache
-    included, and of what the caller gave it; `seen` what the caller's objects were given; `random` where the
-    generator stands afterwards.
+    included, and of what the caller gave it; `seen` what the caller's objects were given; `random` where the generator
+    stands afterwards, and `model` the mode and the settings that the model is left with.
     """
 
     error: tuple[str, str] | None
@@ -32,6 +32,7 @@ class Outcome:
     values: Mapping[str, Tensor]
     seen: list[Any]
     random: Tensor
+    model: str
 
 
 def outcome(model: Any, arguments: Arguments, mode: str | None, seed: int) -> Outcome:
@@ -48,12 +49,13 @@ def outcome(model: Any, arguments: Arguments, mode: str | None, seed: int) -> Ou
             found = model.generate(*arguments.positional, **arguments.keywords)
     except Exception as raised:
         error = type(raised).__name__, str(raised)
-    finally:
-        model.eval()
+    left = f"{sum(module.training for module in model.modules())} modules in training mode, {model.generation_config}"
+    model.eval()
     random = torch.cuda.get_rng_state() if model.device.type == "cuda" else torch.get_rng_state()
     kind = type(found).__name__ + (f" of {', '.join(found)}" if isinstance(found, Mapping) else "")
     values = everything(found, "output") | everything(arguments.tensors, "given")
-    return Outcome(error, kind, {name: value.clone() for name, value in values.items()}, arguments.seen.words, random)
+    kept = {name: value.clone() for name, value in values.items()}
+    return Outcome(error, kind, kept, arguments.seen.words, random, left)
 
 
 def streamed_singly(outcome: Outcome) -> Outcome:
@@ -101,6 +103,8 @@ def difference(original: Outcome, rewritten: Outcome, maximum: str) -> str | Non
         return f"a caller's objects were asked {len(rewritten.seen)} times instead of {len(original.seen)}"
     if not torch.equal(original.random, rewritten.random):
         return "the random generator stands elsewhere"
+    if original.model != rewritten.model:
+        return f"the model is left with {rewritten.model}, not with {original.model}"
     try:
         if wanted:
             near_exact(wanted, values, maximum)
