@@ -46,8 +46,8 @@ DRAWN: tuple[tuple[Bug, Of], ...] = (
     (
         bug(
             "holes in a mask taken for tokens",
-            "return not bool(visible[:, -1].all() & (visible[:, 1:] >= visible[:, :-1]).all() & (visible == mask).all())",
-            "return False",
+            "return not bool(visible[:, -1].all()",
+            "return False and not bool(visible[:, -1].all()",
         ),
         lambda call: call.prompt.padding == "holes" and call.prompt.length > 2,
     ),

@@ -14,6 +14,8 @@ from typing import Any
 
 PADDINGS = ("no mask", "ones", "left", "right", "holes")
 """What `attention_mask` says of a prompt: nothing, every column, or of each row other columns."""
+EARLY = 8
+"""Tokens of what is said from which values are drawn."""
 
 
 @dataclass
@@ -43,13 +45,13 @@ class Source:
         """Return a token, in most cases one that will be said."""
         return self.tokens(1)[0]
 
-    def tokens(self, count: int) -> list[int]:
-        """Return tokens that follow each other in what is said, or behind the end of the prompt; or any."""
+    def tokens(self, count: int, across: bool = False) -> list[int]:
+        """Return tokens that follow each other in what is said, from the prompt's last on (`across`) or later; or any."""
         row = self.random.randrange(len(self.heard))
-        said = [*self.asked[row][-2:], *self.heard[row]] if self.chance(0.3) else list(self.heard[row])
-        if self.chance(0.15) or len(said) < count:
+        said = [*self.asked[row][-1:], *self.heard[row][:EARLY]]
+        if self.chance(0.1) or len(said) <= count:
             return [self.random.randrange(4, self.vocab) for _ in range(count)]
-        start = self.random.randrange(len(said) - count + 1)
+        start = 0 if across else self.random.randrange(len(said) - count + 1)
         return said[start : start + count]
 
     def several(self, most: int) -> list[int]:
@@ -58,9 +60,9 @@ class Source:
 
     def text(self) -> str:
         """Return a string of what is said, which may begin inside of a token, and in the prompt."""
-        text = self.text_of(self.tokens(self.random.randint(1, 3)))
-        begin = self.random.randrange(min(3, len(text)))
-        return text[begin : len(text) - self.random.randrange(2)] or text
+        across = self.chance(0.4)
+        text = self.text_of(self.tokens(self.one(2, 3, 4) if across else self.one(1, 2), across))
+        return text[self.random.randrange(3) : len(text) - self.random.randrange(2)]
 
 
 Strategy = Callable[[Source], Any]

@@ -95,7 +95,7 @@ def drawn_prompt(name: str) -> tuple[Prompt, dict[str, str]]:
 def drawn_call(prompt: Prompt, world: Mapping[str, str], source: Source) -> DrawnCall:
     """A call behind a prompt; mostly one that transformers accepts."""
     kind = source.random.choices(KINDS, REPEATING_SHARES if "weights" in world else SHARES)[0]
-    settings: dict[str, Any] = {"max_new_tokens": source.one(1, 2, 5, 8, MOST_NEW, MOST_NEW)}
+    settings: dict[str, Any] = {"max_new_tokens": source.one(1, 3, 8, *3 * (MOST_NEW,))}
     given = {**world, **chosen(GIVEN, source)}
     draws = source.chance(0.35)
     if draws or source.chance(0.05):
