@@ -1,4 +1,4 @@
-"""Bugs planted into the loop of `generate()` that show in calls of some kind alone: options, prompts, states before it."""
+"""Bugs planted into the loop of `generate()` that show in calls of some kind alone."""
 
 from __future__ import annotations
 

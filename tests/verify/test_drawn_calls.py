@@ -1,4 +1,4 @@
-"""Drawn calls of `generate()` find what is planted, are repeatable and small, and leave no field of transformers' out."""
+"""Drawn calls of `generate()` find what is planted, can be repeated, become small, and leave out no field."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from rewrite.verify import Options, verify
 from rewrite.verify.drawn import call_strategies, drawn_comparison
 from rewrite.verify.drawn.call_arguments import text_of, tokenizer_of
-from rewrite.verify.drawn.call_strategies import Source, unknown
+from rewrite.verify.drawn.call_strategies import ALWAYS, ASSISTED, BEAMS, DRAFTS, DRAWS, GIVEN, Source, unknown
 from rewrite.verify.drawn.drawn_calls import DrawnCall, Prompt, drawn_call, drawn_prompt
 from rewrite.verify.drawn.drawn_comparison import Comparison, Difference
 from rewrite.verify.models import loaded_sides
@@ -65,12 +65,7 @@ def test_a_seed_is_a_call() -> None:
 
 def test_every_name_is_drawn() -> None:
     names = {name for seed in range(4000) for call in [drawn(seed)] for name in (*call.settings, *call.given)}
-    tables = (
-        name
-        for name in vars(call_strategies).values()
-        if isinstance(name, dict) and name is not call_strategies.NOT_DRAWN
-    )
-    wanted = {name for table in tables for name, drawing in table.items() if isinstance(drawing, tuple)}
+    wanted = {*ALWAYS, *DRAWS, *BEAMS, *DRAFTS, *ASSISTED, *GIVEN}
     assert wanted - names == {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs"}
 
 

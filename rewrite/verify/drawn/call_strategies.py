@@ -14,6 +14,8 @@ from typing import Any
 
 PADDINGS = ("no mask", "ones", "left", "right", "holes")
 """What `attention_mask` says of a prompt: nothing, every column, or of each row other columns."""
+SPARSE, COMMON = 0.25, 0.3
+"""What is left of the share of a name in a sparse call, unless it is as common as that."""
 EARLY = 8
 """Tokens of what is said from which values are drawn."""
 
@@ -32,6 +34,8 @@ class Source:
     heard: Sequence[Sequence[int]]
     text_of: Callable[[Sequence[int]], str]
     encodes: bool = False
+    sparse: bool = False
+    """Whether little is asked for at once: one option may hide what another does."""
 
     def chance(self, share: float) -> bool:
         """Return True in that share of all cases."""
@@ -46,7 +50,7 @@ class Source:
         return self.tokens(1)[0]
 
     def tokens(self, count: int, across: bool = False) -> list[int]:
-        """Return tokens that follow each other in what is said, from the prompt's last on (`across`) or later; or any."""
+        """Return tokens that follow each other in what is said, from the prompt's last on (`across`) or later."""
         row = self.random.randrange(len(self.heard))
         said = [*self.asked[row][-1:], *self.heard[row][:EARLY]]
         if self.chance(0.1) or len(said) <= count:
@@ -200,8 +204,11 @@ GIVEN: Strategies = {
 
 
 def chosen(strategies: Strategies, source: Source) -> dict[str, Any]:
-    """Values of the names that a call sets, each in its share of calls."""
-    return {name: draw(source) for name, (share, draw) in strategies.items() if source.chance(share)}
+    """Values of the names that a call sets, each in its share of calls; fewer of them in a `sparse` one."""
+    shares = {
+        name: share * (SPARSE if source.sparse and share < COMMON else 1) for name, (share, _) in strategies.items()
+    }
+    return {name: draw(source) for name, (_, draw) in strategies.items() if source.chance(shares[name])}
 
 
 def unknown() -> list[str]:

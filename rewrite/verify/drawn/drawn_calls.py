@@ -11,7 +11,7 @@ from .call_strategies import ALWAYS, ASSISTANTS, ASSISTED, BEAMS, DRAFTS, DRAWS,
 
 MOST_NEW = 12
 KINDS = ("plain", "beams", "looked up", "assisted")
-SHARES, REPEATING_SHARES = (0.66, 0.14, 0.12, 0.08), (0.3, 0.1, 0.4, 0.2)
+SHARES, REPEATING_SHARES = (0.74, 0.1, 0.1, 0.06), (0.3, 0.1, 0.4, 0.2)
 """How many calls are of each kind, and how many of those whose texts repeat themselves, as drafts need."""
 
 
@@ -94,6 +94,7 @@ def drawn_prompt(name: str) -> tuple[Prompt, dict[str, str]]:
 
 def drawn_call(prompt: Prompt, world: Mapping[str, str], source: Source) -> DrawnCall:
     """A call behind a prompt; mostly one that transformers accepts."""
+    source.sparse = source.chance(0.6)
     kind = source.random.choices(KINDS, REPEATING_SHARES if "weights" in world else SHARES)[0]
     settings: dict[str, Any] = {"max_new_tokens": source.one(1, 3, 8, *3 * (MOST_NEW,))}
     given = {**world, **chosen(GIVEN, source)}
