@@ -104,8 +104,8 @@ DRAWN: tuple[tuple[Bug, Of], ...] = (
         sets("stopping_criteria"),
     ),
     (
-        bug("positions beyond the rotary tables", "min(self._call.steps - 1, FIRST_ROOM) + ahead", "ahead"),
-        lambda call: call.given.get("position_ids") in ("shifted", "by row"),
+        bug("positions beyond the rotary tables", "FIRST_ROOM) + ahead", "FIRST_ROOM)"),
+        lambda call: call.given.get("position_ids") == "far",
     ),
 )
 """A bug, and the calls that can show it."""

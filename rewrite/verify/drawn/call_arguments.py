@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 FOLLOW_UP, CROPPED, ROOM = 3, 2, 40
 """Tokens said behind a cache that came back, those it may be cropped by first, and the room of a static one."""
+FAR = 300
+"""More positions than a first cache of a short text has slots."""
 LETTERS = "abcdefg"
 STATIC = "abcdef"
 """What `StopStringCriteria` puts in front of each word to learn its text."""
@@ -213,8 +215,8 @@ def _positions(kind: str, inputs: Mapping[str, Any]) -> Tensor:
     if kind == "of the mask":
         mask = inputs.get("attention_mask", torch.ones_like(ids))
         return (mask.cumsum(1) - 1).clamp(min=0)
-    if kind == "shifted":
-        return counted + 3
+    if kind in ("shifted", "far"):
+        return counted + (FAR if kind == "far" else 3)
     if kind == "by row":
         return counted + 2 * torch.arange(rows)[:, None]
     return counted[:1].clone() if kind == "one row" else counted.clone()

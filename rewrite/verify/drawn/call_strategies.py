@@ -191,7 +191,7 @@ GIVEN: Strategies = {
     "generation_config": (0.12, _of("object")),
     "as": (0.1, _of("inputs", "inputs_embeds", "int32", "nothing")),
     "mask": (0.08, _of("bool", "int32", "float32")),
-    "position_ids": (0.14, _of("counted", "of the mask", "shifted", "by row", "one row")),
+    "position_ids": (0.14, _of("counted", "of the mask", "shifted", "far", "by row", "one row")),
     "cache": (0.16, _of("empty", "configured", "returned", "returned", "cropped", "static")),
     "mode": (0.06, _of("training", "inference")),
     "room": (0.3, _of("small")),
