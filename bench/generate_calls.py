@@ -30,6 +30,8 @@ from rewrite.verify.models.model_pair import Workbench
 from rewrite.verify.models.subjects import find_subjects
 from rewrite.verify.runner import settled
 
+TRIED = 400
+"""Smaller calls that are tried of one that differs, at most."""
 HEAD = "| class | calls | raise in both | by the original's loop | tokens by the host | rounded | differences | s |"
 
 
@@ -55,7 +57,7 @@ def compare(package: Path, given: argparse.Namespace) -> None:
                 continue
             started = time.perf_counter()
             variants = small_variants(subject.original, subject.causal, options.config)
-            comparison = Comparison(Workbench(subject, variants, options), variants[0])
+            comparison = Comparison(Workbench(subject, variants, options), variants[0], TRIED)
             found = 0
             for difference in comparison.differences(range(given.seed, given.seed + given.calls), wanted):
                 found += 1

@@ -33,7 +33,7 @@ DRAWN: tuple[tuple[Bug, Of], ...] = (
             "least = processor.prompt_length_to_skip + processor.min_new_tokens",
             "least = processor.min_new_tokens",
         ),
-        sets("min_new_tokens", "eos_token_id"),
+        lambda call: call.given.get("logits_processor") == "new tokens" and "eos_token_id" in call.settings,
     ),
     (
         bug(

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PADDINGS = ("no mask", "ones", "left", "right", "holes")
-"""What `attention_mask` says of a prompt: nothing, every column, or of each row other columns."""
+PADDINGS = ("no mask", "ones", "left", "left", "right", "holes")
+"""What `attention_mask` says of a prompt: nothing, every column, or other columns of each row, on the left as a rule."""
 SPARSE, COMMON = 0.25, 0.3
 """What is left of the share of a name in a sparse call, unless it is as common as that."""
 EARLY = 8
@@ -184,7 +184,7 @@ OF_PROMPTS = frozenset({"self", "inputs", "kwargs", "negative_prompt_attention_m
 ASSISTANTS = ("alike", "same", "other")
 """Which model drafts: another one of the package, the model itself, one of the original's class."""
 GIVEN: Strategies = {
-    "logits_processor": (0.1, _of("adds", "in place", "counts", "counts", "raises")),
+    "logits_processor": (0.1, _of("adds", "in place", "counts", "new tokens", "raises")),
     "stopping_criteria": (0.1, _of("at a token", "at a length", "never", "at a token", "raises")),
     "prefix_allowed_tokens_fn": (0.04, _of("even", "by row")),
     "streamer": (0.15, _of("keeps", "keeps", "keeps", "raises")),

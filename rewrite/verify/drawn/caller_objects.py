@@ -40,7 +40,7 @@ def objects_of(call: DrawnCall, seen: Seen) -> dict[str, Any]:
     """The caller's own processors, criteria, streamers and functions."""
     given, made = call.given, dict[str, Any]()
     if "logits_processor" in given:
-        made["logits_processor"] = [functools.partial(PROCESSORS[given["logits_processor"]], seen)]
+        made["logits_processor"] = [_processor(call, seen)]
     if "stopping_criteria" in given:
         made["stopping_criteria"] = [functools.partial(CRITERIA[given["stopping_criteria"]], seen)]
     if "prefix_allowed_tokens_fn" in given:
@@ -48,6 +48,16 @@ def objects_of(call: DrawnCall, seen: Seen) -> dict[str, Any]:
     if "streamer" in given:
         made["streamer"] = Streamer(seen, given["streamer"] == "raises")
     return made
+
+
+def _processor(call: DrawnCall, seen: Seen) -> Callable[..., Tensor]:
+    """A processor of the caller's, or one of transformers' that the caller made: 6 tokens before an end."""
+    from transformers import MinNewTokensLengthLogitsProcessor
+
+    kind, ends = call.given["logits_processor"], call.settings.get("eos_token_id", 5)
+    if kind == "new tokens":
+        return MinNewTokensLengthLogitsProcessor(call.prompt.length, 6, ends)  # type: ignore[no-any-return]
+    return functools.partial(PROCESSORS[kind], seen)
 
 
 class Streamer:

@@ -24,10 +24,8 @@ from .drawn_calls import MOST_NEW, DrawnCall, Prompt, drawn_call, drawn_prompt
 
 BEFORE = 6
 """Calls before one that differs that are tried with it, where it does not differ alone."""
-LEAST = 400
-"""Smaller calls that are tried of one that differs, at most."""
-CHECKED = 10
-"""Calls of a class in a verification: about 4 s on two slow cores."""
+CHECKED, TRIED = 10, 20
+"""Calls of a class in a verification, about 4 s on two slow cores, and smaller ones tried of one that differs."""
 
 
 def drawn_checks(bench: Workbench, of: str = "") -> Iterator[CheckRun]:
@@ -37,7 +35,7 @@ def drawn_checks(bench: Workbench, of: str = "") -> Iterator[CheckRun]:
 
 
 def _a_few(bench: Workbench) -> Mapping[str, Figure]:
-    comparison = Comparison(bench, bench.base)
+    comparison = Comparison(bench, bench.base, TRIED)
     first = CHECKED * bench.options.seed
     for found in comparison.differences(range(first, first + CHECKED)):
         raise Mismatch(f"generate() of {found}")
@@ -88,8 +86,10 @@ class Figures:
 class Comparison:
     """Drawn calls of one class of a package, one after another on the same models until one differs."""
 
-    def __init__(self, bench: Workbench, variant: Variant):
+    def __init__(self, bench: Workbench, variant: Variant, tried: int):
         self.bench, self.figures = bench, Figures()
+        self.tried = tried
+        """Smaller calls that are tried of one that differs, at most."""
         self.sides = _first_that_talks(bench, variant)
 
     def differences(self, seeds: Iterable[int], of: Callable[[DrawnCall], bool] = bool) -> Iterator[Difference]:
@@ -167,7 +167,7 @@ class Comparison:
         if self._rounds(call, needed):
             return None
         tried, smaller = 0, call.smaller()
-        while tried < LEAST and (one := next(smaller, None)) is not None:
+        while tried < self.tried and (one := next(smaller, None)) is not None:
             tried += 1
             if (now := self._differs(one, needed)) is not None and not self._rounds(one, needed):
                 call, what, smaller = one, now, one.smaller()
