@@ -1,4 +1,4 @@
-"""Where a caller's own code raises inside of `generate()`, its cache and the generator are left as transformers does."""
+"""Where a caller's own code raises in `generate()`, cache and generator are left as transformers leaves them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PADDINGS = ("no mask", "ones", "left", "left", "right", "holes")
-"""What `attention_mask` says of a prompt: nothing, every column, or other columns of each row, on the left as a rule."""
+"""What `attention_mask` says of a prompt: nothing, every column, or other columns of each row."""
 SPARSE, COMMON = 0.25, 0.3
 """What is left of the share of a name in a sparse call, unless it is as common as that."""
 EARLY = 8

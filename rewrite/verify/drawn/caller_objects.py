@@ -56,7 +56,7 @@ def _processor(call: DrawnCall, seen: Seen) -> Callable[..., Tensor]:
 
     kind, ends = call.given["logits_processor"], call.settings.get("eos_token_id", 5)
     if kind == "new tokens":
-        return MinNewTokensLengthLogitsProcessor(call.prompt.length, 6, ends)  # type: ignore[no-any-return]
+        return MinNewTokensLengthLogitsProcessor(call.prompt.length, 6, ends)
     return functools.partial(PROCESSORS[kind], seen)
 
 
