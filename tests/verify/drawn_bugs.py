@@ -93,7 +93,7 @@ DRAWN: tuple[tuple[Bug, Of], ...] = (
             "eos = torch.cat([ids.to(device) for ids in call.ends]).clone()",
             "eos = torch.cat([ids.to(device) for ids in call.ends]).to(torch.int16).long()",
         ),
-        sets("vocabulary", "eos_token_id"),
+        lambda call: call.rows > 1 and sets("vocabulary", "eos_token_id", "return_dict_in_generate")(call),
     ),
     (
         bug(

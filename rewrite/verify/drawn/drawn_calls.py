@@ -87,7 +87,7 @@ def drawn_prompt(name: str) -> tuple[Prompt, dict[str, str]]:
     numbers = random.Random(f"prompt {name}")
     rows, length = numbers.choice((1, 1, 2, 3, 4)), numbers.choice((1, 2, 4, 7, 9, 9, 13))
     padding = numbers.choice(PADDINGS if rows > 1 else PADDINGS[:2] * 3 + PADDINGS)
-    world = {"vocabulary": "large"} if numbers.random() < 0.03 else {}
+    world = {"vocabulary": "large"} if numbers.random() < 0.08 else {}
     world = {"weights": "repeating"} if not world and numbers.random() < 0.2 else world
     return Prompt(numbers.randrange(1 << 16), rows, length, padding, numbers.random() < 0.25), world
 
