@@ -45,6 +45,8 @@ class CallGraphs:
         self._model, self._call, self._store, self._plan = model, call, store, plan
         self._sampling, self._dynamic = sampling, dynamic
         self._drafts = sampling is not None and sampling.lookup is not None
+        self.held: DecodeGraph | None = None
+        """The graph that holds the text."""
         self._in_16_bits = "drafts" if self._drafts else "ranks" if plan.ranks is not None else ""
 
     def first(self) -> DecodeGraph:
@@ -58,7 +60,10 @@ class CallGraphs:
                 raise Unsupported(self._store.refused[key].reason)
         if not takes_padding(self._model) and not self._call.is_unpadded:
             raise Unsupported("attention_mask")
-        room = min(self._call.steps - 1, FIRST_ROOM)
+        ahead = self._call.ahead
+        if ahead and self._call.steps - 1 + ahead > FIRST_ROOM:  # a step has rotary tables for its cache's slots alone
+            raise Unsupported("position_ids")
+        room = min(self._call.steps - 1, FIRST_ROOM) + ahead
         if self._sampling is not None and self._drafts:
             room += width_of(self._sampling)
         needed = length_of(self._dynamic) + self._call.input_ids.shape[1] + room
@@ -75,6 +80,7 @@ class CallGraphs:
             if not graph.validator.has_proved:
                 self._store.drop(graph)
             raise Unsupported("cache_contents") from error
+        self.held = graph
         return graph
 
     def larger(self, graph: DecodeGraph, room: int) -> DecodeGraph:
@@ -83,6 +89,7 @@ class CallGraphs:
         larger = self._find(capacity + min(room, capacity))
         larger.cache.clear()
         larger.take_over(graph)
+        self.held = larger
         self._store.drop(graph)
         return larger
 
