@@ -1,4 +1,4 @@
-"""Decode with published 8- and 4-bit weights (docs/published-formats.md), against the same weights in 16 bits.
+"""Decode with published 8- and 4-bit weights (docs/fp8.md), against the same weights in 16 bits.
 
     python bench/blocks.py prepare PACKAGES          # needs libcst; writes PACKAGES/{llama,gpt_oss}
     python bench/blocks.py measure PACKAGES [--kinds fp8,mxfp4] [--layers 16,12] [--batch 1,8] [--json RESULTS.json]

@@ -3,8 +3,8 @@
     python bench/compiling.py [--target sm_90] [--at-a-time 1,2,4,6,12] [--rounds 3]
 
 Needs no GPU: Triton compiles for the chip named, without the functions that would launch the kernels, which another
-compiler builds. Kernels are those of the catalogue of `rewrite kernels`, in its order and, as `compile_ahead` takes
-them, long ones first. Each cell is the median of the rounds; the cache on disk is empty.
+compiler builds. Kernels are those of the catalogue of `python -m rewrite.kernels`, in its order and, as
+`compile_ahead` takes them, long ones first. Each cell is the median of the rounds; the cache on disk is empty.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Files of the repository's root by their names on the site."""
-_CODE = re.compile(r"(?<!!)\[([^\[\]]*)\]\((?!docs/|#|[a-z]+://|README|CONTRIBUTING)[^)\s]+\)")
+_CODE = re.compile(r"(?<!!)\[([^\[\]]*)\]\((?!docs/|#|[a-z]+://|README|CONTRIBUTING|CHANGELOG)[^)\s]+\)")
 _TARGET = re.compile(r"\]\(([^)\s#]+)")
 
 

@@ -1,4 +1,4 @@
 """Rewrites transformers modeling files into fast source code that the user keeps."""
 
 DISTRIBUTION = "hf-rewrite"
-__version__ = "0.1.0"
+__version__ = "0.2.0"

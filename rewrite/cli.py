@@ -1,20 +1,11 @@
-"""The command `rewrite`: a group whose default command rewrites a model; here errors become exit codes.
+"""The command `rewrite`: a group whose default command rewrites a model.
 
-Exit codes: 0 done, 1 a difference or a failed verification, 2 usage, 3 a bug of ours, 130 interrupted.
+What only maintainers need are programs of their own: `python -m rewrite.sweep`, `python -m rewrite.kernels`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import gc
 import importlib
-import shutil
-import signal
-import sys
-import tempfile
-import textwrap
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,53 +14,37 @@ import click
 from click.shell_completion import CompletionItem
 
 import rewrite
+from rewrite import program
 from rewrite.console import streams
-from rewrite.errors import (
-    EXTRAS,
-    MissingLibrary,
-    PathNotUsable,
-    RewriteError,
-    StreamLost,
-    TransformError,
-    UnknownModel,
-    UsageError,
-    close,
-)
+from rewrite.errors import close
 
-VERSION = getattr(rewrite, "__version__", "unknown")
 DEFAULT_COMMAND = "apply"
-INTERRUPTED = 130
-BUG = 3
-_OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
-"""What a system says of a path that was given and cannot be used, wherever we first look at it."""
+RUNTIME = "hf-rewrite-runtime"
+EXAMPLE = "rewrite llama --out ./optimized_llama"
 
-# Name → short help. A command's module is imported when it is called, so that --help imports none of them but one.
+# Name → short help, as they are needed. A command's module is imported when it is called, so that --help imports one.
 COMMANDS = {
-    "accept": "Record that an edit is meant to change the numbers.",
     "apply": "Rewrite a model into a folder (the default command).",
-    "bench": "Measure a package against its original.",
-    "check": "Say whether packages are up to date; for CI and pre-commit.",
-    "compile": "Compile a package's kernels ahead of time.",
-    "completion": "Print the completion script of a shell.",
-    "diff": "Show what a package changed against its original.",
-    "eject": "Drop the lock and the guard, and leave plain files.",
-    "explain": "Explain a transform.",
-    "export": "Write a package in the form that loads from the Hub.",
-    "kernels": "Compile the kernels for chips that need not be there.",
-    "models": "List the model types of the installed transformers.",
-    "profile": "Show where the time of a step goes, before and after.",
-    "sweep": "Rewrite and verify every modeling file of a transformers.",
-    "sync": "Make packages anew and merge your edits.",
-    "vendor": "Copy the runtime beside a package.",
-    "transforms": "List the transforms.",
-    "tune": "Find the fastest tiles of a package for this GPU.",
-    "undo": "Put a package back to its generated text.",
     "verify": "Verify a package, or any two modeling files.",
+    "diff": "Show what a package changed against its original.",
+    "check": "Say whether packages are up to date; for CI and pre-commit.",
+    "sync": "Make packages anew and merge your edits.",
+    "accept": "Record that an edit is meant to change the numbers.",
+    "undo": "Put a package back to its generated text.",
+    "bench": "Measure a package against its original.",
+    "profile": "Show where the time of a step goes, before and after.",
+    "tune": "Find the fastest tiles of a package for this GPU.",
+    "compile": "Compile a package's kernels ahead of time.",
+    "explain": "List the transforms, or explain one.",
+    "models": "List the model types of the installed transformers.",
+    "export": "Write a package in the form that loads from the Hub.",
+    "vendor": "Copy the runtime beside a package.",
+    "eject": "Drop the lock and the guard, and leave plain files.",
+    "completion": "Print the completion script of a shell.",
 }
-
-
-class _ReaderGone(Exception):
-    """The reader of our standard output has seen enough; click would exit with 1 for the OSError itself."""
+_UNSHOWN = (DEFAULT_COMMAND, "completion")
+FIRST = ("out", "dry-run", "only", "skip", "transformers", "verify", "quick", "device", "commit", "version")
+"""Options on the first screen, by the name that is typed; `rewrite MODEL --help` shows all of them."""
 
 
 class DefaultGroup(click.Group):
@@ -77,7 +52,7 @@ class DefaultGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the commands, the default one first."""
-        return sorted(COMMANDS, key=lambda name: (name != DEFAULT_COMMAND, name))
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return a command."""
@@ -97,12 +72,8 @@ class DefaultGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; a pipe that nobody reads any more ends it without an error."""
-        try:
-            code = super().invoke(ctx)
-            sys.stdout.flush()
-            return code
-        except BrokenPipeError as error:
-            raise _ReaderGone from error
+        with streams.flushed():
+            return super().invoke(ctx)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the commands and the model types that begin with `incomplete`."""
@@ -120,93 +91,70 @@ class DefaultGroup(click.Group):
         formatter.write_usage(ctx.command_path, "MODEL --out DIR [OPTIONS]")
         formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", prefix="       ")
 
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Show where there is more, and an example, a line each."""
-        with formatter.section("Examples"):
-            for line in ("rewrite llama --out ./optimized_llama", "rewrite COMMAND --help   # more about a command"):
-                formatter.write(f"{' ' * formatter.current_indent}{line}\n")
-
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Show the options of the default command, then the commands."""
+        """Show an example, the commands, then the options of the default command that one needs first."""
         default = self.get_command(ctx, DEFAULT_COMMAND)
         assert default is not None
-        options = (p for p in (*default.params, *self.get_params(ctx)) if isinstance(p, click.Option))
-        records = [record for option in options if (record := option.get_help_record(ctx))]
-        with formatter.section("Options"):
-            formatter.write_dl(records)
+        options = {p.opts[0].lstrip("-"): p for p in (*default.params, *self.get_params(ctx))}
+        records = [_brief(record) for name in FIRST if (record := options[name].get_help_record(ctx))]
+        with formatter.section("Example"):
+            formatter.write(f"{' ' * formatter.current_indent}{EXAMPLE}\n")
         with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx) if name != DEFAULT_COMMAND])
+            formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx) if name not in _UNSHOWN])
+        with formatter.section("Options (all of them: rewrite MODEL --help)"):
+            formatter.write_dl(records)
 
 
-@click.group(
-    cls=DefaultGroup,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+def _brief(record: tuple[str, str]) -> tuple[str, str]:
+    """Return an option's names and the first clause of its text."""
+    names, text = record
+    return names, text.split(":")[0].split(";")[0].rstrip(".") + "."
+
+
+def _versions(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
+    """Print the versions of the tool, and of the runtime that packages here would import."""
+    from importlib import metadata
+
+    if not asked or ctx.resilient_parsing:
+        return
+    try:
+        runtime = metadata.version(RUNTIME)
+    except metadata.PackageNotFoundError:
+        runtime = "is not installed"
+    click.echo(f"{rewrite.DISTRIBUTION} {rewrite.__version__}\n{RUNTIME} {runtime}")
+    ctx.exit()
+
+
+@click.group(cls=DefaultGroup, context_settings=program.SETTINGS)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_versions,
+    help="Show the versions and exit.",
 )
-@click.version_option(VERSION, prog_name="rewrite (hf-rewrite)")
 def cli() -> None:
     """Rewrite a transformers modeling file into fast source code that you keep, and prove that it computes the same.
 
-    MODEL is a model type (llama), a class, a modeling file, a dotted module, a checkpoint folder or its config.json,
-    or ORG/NAME on the Hub.
+    MODEL: a type (llama), a class, a file, a checkpoint, ORG/NAME on the Hub.
     """
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with its code: every failure is one message, never a traceback."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up as Ctrl-C does
-    streams.prepare()
-    code = run(args, own=True)
-    gc.freeze()  # what is left goes with the process: nobody need look at it once more
-    sys.exit(code)
+    """Run the command line and exit with its code."""
+    program.leave(lambda: run(args, own=True))
 
 
 def run(args: Sequence[str] | None = None, own: bool = False) -> int:
     """Run the command line and return its exit code. `own`: this process runs nothing else, so it may be forked."""
-    try:
-        if getattr(rewrite, "DISTRIBUTION", None) != "hf-rewrite":
-            raise UsageError(
-                f"the package 'rewrite' in {rewrite.__path__[0]} is not the one of hf-rewrite: another distribution "
-                "(openrewrite has that name too) was installed over it. Install hf-rewrite in an environment of its "
-                "own."
-            )
-        return int(cli.main(args, prog_name="rewrite", standalone_mode=False, obj=own) or 0)
-    except click.UsageError as error:
-        command = error.ctx.info_name if error.ctx is not None and error.ctx.parent is not None else None
-        of = "" if command in (None, DEFAULT_COMMAND) else f" {command}"
-        said = _meant(args) or f"{_wrong(error, command)} (`rewrite{of} --help` shows the usage)"
-        return _say(f"error: {said}", error.exit_code)
-    except click.ClickException as error:
-        return _say(f"error: {error.format_message()}", error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        return _say("interrupted: no package is half written", INTERRUPTED)
-    except _ReaderGone:  # Python would complain once more at exit
-        streams.discard(sys.stdout.fileno())
-        return 0
-    except TransformError as error:
-        return _say(f"error: {error} A log to attach: {_log()}", error.exit_code)
-    except UnknownModel as error:
-        return _say(f"error: {_meant(args) or error}", error.exit_code)
-    except RewriteError as error:
-        return _say(f"error: {error}", error.exit_code)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name not in ("libcst", "rich", *EXTRAS):
-            return _bug(error)
-        missing = MissingLibrary(error.name, "this command")
-        return _say(f"error: {missing}", missing.exit_code)
-    except OSError as error:
-        if error.errno not in _OF_PATHS:
-            return _bug(error)
-        unusable = PathNotUsable(error.filename, error.strerror or str(error))
-        return _say(f"error: {unusable}", unusable.exit_code)
-    except Exception as error:  # the outermost handler: whatever gets here is a bug of ours
-        return _bug(error)
+    return program.run(cli, "rewrite", args, own, _meant)
 
 
-def _meant(args: Sequence[str] | None) -> str:
+def _meant(word: str) -> str:
     """Return which command a first word may have been meant as that is neither a command nor a model; or nothing."""
     from rewrite.source.installed import find_transformers
 
-    word = next(iter(sys.argv[1:] if args is None else args), "")
     if not word or word.startswith("-") or word in COMMANDS or Path(word).exists():
         return ""
     near = close(word, [name for name in COMMANDS if name != DEFAULT_COMMAND], most=1, cutoff=0.7)
@@ -214,39 +162,6 @@ def _meant(args: Sequence[str] | None) -> str:
     if not near or (installed is not None and installed.spelled(word) is not None):
         return ""
     return f"no command and no model '{word}': did you mean `rewrite {near[0]}`? (`rewrite --help` lists the commands)"
-
-
-def _wrong(error: click.UsageError, command: str | None) -> str:
-    """Return in one paragraph what is wrong with a command line."""
-    said = " ".join(error.format_message().split())
-    return f"{said}: a rewrite takes one MODEL" if command == DEFAULT_COMMAND and "extra argument" in said else said
-
-
-def _say(message: str, code: int) -> int:
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        lines = message.split("\n")
-        # a path or a command that is continued can be copied, one that was cut at a hyphen cannot
-        message = "\n".join(
-            textwrap.fill(line, width, break_on_hyphens=False, break_long_words=False) for line in lines
-        )
-    with contextlib.suppress(StreamLost, BrokenPipeError):  # where it cannot be said, the code still says it
-        click.echo(message, err=True)
-    return code
-
-
-def _bug(error: Exception) -> int:
-    what = f"{type(error).__name__}: {error}"
-    return _say(f"error: this is a bug of ours ({what}). A log to attach to a report: {_log()}", BUG)
-
-
-def _log() -> Path:
-    """Write the traceback of the exception in hand to a file of its own."""
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="rewrite-", suffix=".log", delete=False, encoding="utf-8", errors="backslashreplace"
-    ) as log:
-        log.write(f"hf-rewrite {VERSION} · Python {sys.version}\n{' '.join(sys.argv)}\n\n{traceback.format_exc()}")
-    return Path(log.name)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rewrite.typed import typed
+
 LONGEST_PATH = 200
 """Characters of a path that a message shows in full."""
 
@@ -125,14 +127,21 @@ class MissingTransformers(MissingLibrary):
     """No transformers is installed to read from; another can be named where the command has the option."""
 
     def __init__(self, needed_for: str):
-        super().__init__("transformers", needed_for, ", or name one to read: --transformers VERSION|PATH|project")
+        super().__init__(
+            "transformers",
+            needed_for,
+            ", or name one to read: --transformers VERSION|PATH|project (`project` looks in .venv, venv and env of "
+            "this folder and those above, then beside each Python on PATH)",
+        )
 
 
 class NoKernelRecord(UsageError):
-    """A file or folder does not hold what `rewrite kernels --record` wrote."""
+    """A file or folder does not hold what `python -m rewrite.kernels --record` wrote."""
 
     def __init__(self, path: object, why: str):
-        super().__init__(f"{shortened(path)} is no record of kernels: {why} (`rewrite kernels --record` makes one).")
+        super().__init__(
+            f"{shortened(path)} is no record of kernels: {why} (`python -m rewrite.kernels --record` makes one)."
+        )
 
 
 class NeedsGpu(UsageError):
@@ -182,9 +191,10 @@ class AlreadyRewritten(UsageError):
 class NothingToRewrite(RewriteError):
     """No transform matched anything, so there is nothing to write."""
 
-    def __init__(self, path: object, reasons: Iterable[str]):
+    def __init__(self, path: object, reasons: Iterable[str], layers: Sequence[str] = ()):
         found = "; ".join(reasons) or "no candidate of any transform"
-        super().__init__(f"nothing to rewrite in {path}: {found}. Nothing was written.")
+        hint = f" Its layers are in {', '.join(layers)}: rewrite {layers[0]}" if layers else ""
+        super().__init__(f"nothing to rewrite in {path}: {found}. Nothing was written.{hint}")
 
 
 class UnknownTransform(UsageError):
@@ -229,7 +239,7 @@ class NotASweep(UsageError):
     """A file that is to hold the table of a sweep holds something else."""
 
     def __init__(self, path: object, why: str):
-        super().__init__(f"{path} is no table of `rewrite sweep --json`: {why}.")
+        super().__init__(f"{path} is no table of `python -m rewrite.sweep --json`: {why}.")
 
 
 class OriginalNotFound(RewriteError):
@@ -345,7 +355,7 @@ class VerdictNotReadable(RewriteError):
 
     def __init__(self, folder: object, name: str):
         super().__init__(
-            f"{name} cannot be read, or is of another version of hf-rewrite: rewrite verify {shortened(folder)}"
+            f"{name} cannot be read, or is of another version of hf-rewrite: {typed('verify', shortened(folder))}"
         )
 
 

@@ -203,6 +203,16 @@ def packed_linear(input, *projections):
         step="qkv_step",
         fp8="fp8_packed_linear",
     ),
+    Offer("casts_weight", "linear/packing"),
+    Offer(
+        "packed_linear_dense",
+        "linear/packing",
+        shapes="[N, I] -> ([N, O_i], …)",
+        computes="""
+def packed_linear_dense(input, *projections):
+    return tuple(projection(input) for projection in projections)
+""",
+    ),
     Offer(
         "patch_product",
         "linear/patch_product",

@@ -15,7 +15,7 @@ from rewrite.errors import UsageError
 from rewrite.offers import OFFERS, Offer
 
 _CASES = re.compile(r'\n+^CASES = (""".*?^""")\n', re.DOTALL | re.MULTILINE)
-"""Launches of a file's kernels at the shapes of real models, for `rewrite kernels`."""
+"""Launches of a file's kernels at the shapes of real models, for `python -m rewrite.kernels`."""
 
 
 def own_text(file: str) -> str:
@@ -52,7 +52,7 @@ def cases() -> dict[str, str]:
 
 
 def without_cases(text: str) -> str:
-    """Return the text of a file of the runtime without its launches for `rewrite kernels`."""
+    """Return the text of a file of the runtime without its launches for `python -m rewrite.kernels`."""
     return _CASES.sub("\n", text)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _FILES = {
     "attention.named_backends": ("get_attention_backend", "set_attention_backend", "use_attention_backend"),

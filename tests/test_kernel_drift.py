@@ -9,9 +9,8 @@ import pytest
 
 from rewrite.errors import NoKernelRecord
 from rewrite.kernels import drift
-from rewrite.kernels.assembly import Figures
+from rewrite.kernels.assembly import Figures, Row
 from rewrite.kernels.drift import Record
-from rewrite.kernels.kernel_row import Row
 
 RECORDS = Path(__file__).parents[1] / "fixtures/kernels"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
 CODE = re.compile(r"^(`{3,}).*?^\1|`[^`\n]*`", re.S | re.M)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.M)
@@ -60,9 +60,19 @@ def test_a_dead_link_is_found(text: str, expected: list[str]) -> None:
     assert dead(ROOT / "docs" / "fp8.md", text) == expected
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_link_says_what_it_leads_to(page: Path) -> None:
+    text = CODE.sub("", page.read_text(encoding="utf-8"))
+    assert re.findall(r"\[[\w/-]+\.md\]\(docs/[^)]+\)|\[[\w-]+\.md\]\([^)]+\)(?<!CONTRIBUTING\.md\))", text) == []
+
+
 def test_every_page_is_on_the_site() -> None:
     listed = set(re.findall(r": ([\w.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} | {"index.md", "contributing.md"} == listed
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} | {
+        "index.md",
+        "contributing.md",
+        "changelog.md",
+    } == listed
 
 
 NEXT = re.compile(r"^Reading on: `([\w./]+)`\.$", re.M)

@@ -119,7 +119,7 @@ def test_contributing_shows_these_files() -> None:
 
 
 def test_the_transform_is_listed(copy: Path) -> None:
-    assert "fuse_norm_rotary" in run(copy, "-m", "rewrite.cli", "transforms")
+    assert "fuse_norm_rotary" in run(copy, "-m", "rewrite.cli", "explain")
 
 
 def test_the_documentation_has_both(copy: Path) -> None:
@@ -137,7 +137,7 @@ def test_the_cases_of_the_transform_pass(copy: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernel_is_compiled_ahead_of_time(copy: Path) -> None:
-    said = run(copy, "-m", "rewrite.cli", "kernels", "norm_rotary", "--target", "sm_90", "--jobs", "1")
+    said = run(copy, "-m", "rewrite.kernels", "norm_rotary", "--target", "sm_90", "--jobs", "1")
     assert "Qwen3 30B-A3B, prompt" in said
     assert "no findings" in said
 

@@ -47,6 +47,18 @@ def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[<>=~;\[ ]", requirement)[0] for requirement in requirements}
 
 
+def test_both_distributions_have_one_version() -> None:
+    found = {
+        re.search(r'^(?:__version__|version) = "([^"]+)"', (ROOT / path).read_text(encoding="utf-8"), re.M)[1]  # type: ignore[index]
+        for path in ("pyproject.toml", "runtime/pyproject.toml", "rewrite/__init__.py", "runtime/__init__.py")
+    }
+    assert len(found) == 1
+    (version,) = found
+    assert f'"hf-rewrite-runtime~={version}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"\n## {version}, " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"rev: v{version}\n" in (ROOT / "docs" / "upgrades.md").read_text(encoding="utf-8")
+
+
 def test_what_runs_models_is_not_installed_with_the_tool() -> None:
     """The pre-commit hook installs the dependencies alone: under a minute, under 300 MB."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -79,7 +91,7 @@ for line in {lines!r}:
 """
 LEAN = (
     "modeling_tiny_llama.py --out out --no-verify --diff none", "check out", "sync out", "diff out --diff stat",
-    "diff out --edits", "diff out --format markdown", "explain fuse_qkv", "transforms", "models llama",
+    "diff out --edits", "diff out --format markdown", "explain fuse_qkv", "explain", "models llama",
     "export out --hub hub", "undo out", "eject out",
 )  # fmt: skip
 

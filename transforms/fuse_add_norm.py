@@ -29,7 +29,8 @@ class FuseAddNorm(Transform):
 
     What it needs:
         A sum of two tensors and, in the same block with nothing but copies of the name in between, the call of a norm
-        that is `nn.LayerNorm`, `nn.RMSNorm` or a class of the file that `fuse_rms_norm` has rewritten.
+        that is `nn.LayerNorm`, `nn.RMSNorm` or a class of the file that `fuse_rms_norm` has rewritten, or one of these
+        as a local or a table of the file has it for each configuration.
 
     Numerics:
         The sum is rounded as the add rounds it, before the norm reads it.

@@ -27,7 +27,10 @@ class FuseQKV(Transform):
     What it needs:
         The calls stand in one block, on every path, and nothing writes the argument between them. The modules stay:
         from the first call on their weights lie one behind the other in one memory, each with a storage of its own, so
-        checkpoints, what saves a model weight by weight, and adapters do not notice.
+        checkpoints, what saves a model weight by weight, and adapters do not notice. Where something that is not known
+        may ask how a result lies, `packed_linear_dense` makes one product of one row only, whose parts are contiguous.
+        A subclass of `nn.Linear` in the file that casts its weight to the dtype of the input is marked
+        (`@casts_weight`), and takes part where there is nothing to cast.
 
     Numerics:
         Reordered: the same sums, which a larger product may take in another order.

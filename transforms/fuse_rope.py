@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import libcst as cst
 
 from rewrite.analysis.effects import effects_of, why_unsure
+from rewrite.analysis.patterns.prepared_tables import prepared
 from rewrite.analysis.patterns.rope import Rotation, other_part, rotations, same_rotation
 from rewrite.analysis.patterns.turning import looks_turning
 from rewrite.analysis.terms.computation import NotComputable, body
@@ -31,8 +32,9 @@ class FuseRope(Transform):
         unsqueezed at one dimension, or as they come. Both functions of the pair are compared by what they compute:
         halves (Llama; slices from either end, `chunk`, `split`, `unflatten`), neighbours (Cohere, GLM, GPT-J),
         neighbours written apart (DeepSeek-V3), tables of one column a pair (gpt-oss), a rotated first part (GPT-NeoX),
-        in the tensors' dtype, in fp32, or rounded back to it. A rotation by the negative angle is one with `-sin`,
-        which is the same to the last bit.
+        in the tensors' dtype, in fp32, or rounded back to it. Statements in front that test the arguments, or that
+        gather, cut, reshape or unpack the tables, stay as they are. A rotation by the negative angle is one with
+        `-sin`, which is the same to the last bit.
 
     Numerics:
         Products and sum are rounded where the original rounds them; in fp32 a product and the sum may be one
@@ -77,13 +79,12 @@ class FuseRope(Transform):
             return Skip("rebound", f"`{compiled}` compiles the source of the function")
         if unsure := why_unsure(effects_of(module), function, owner):
             return Skip("rebound", unsure)
-        try:
-            term = body(function, module, owner)
-        except NotComputable as error:
-            return Skip("control_flow", error.what)
-        found = rotations(term)
-        if found is None or (len(found) == 1 and found[0].other):
-            return Skip("other_computation", other_part(term))
+        found, skip = self._rotations(function, owner, module)
+        staying: Sequence[cst.BaseStatement] = ()
+        if skip is not None and (behind := prepared(function, module, owner)) is not None:
+            found, skip, staying = behind.rotations, None, behind.kept
+        if skip is not None or (len(found) == 1 and found[0].other):
+            return skip or Skip("other_computation", f"the result has the dtype of {found[0].other}")
         if (listed := _listed(function, module)) is not None:
             return Skip("other_computation", f"a list where `rotary` gives a tuple: {listed}")
         if len(found) == 2 and not same_rotation(*found):
@@ -91,7 +92,18 @@ class FuseRope(Transform):
         name = "rotary" if len(found) == 2 else "rotary_single"
         indent = module.indentation(function) + 4
         call = call_statement("return ", name, _arguments(found), module, indent=indent)
-        return Found((Edit(function, (returning(function, call),)),), (name,))
+        return Found((Edit(function, (returning(function, call, staying),)),), (name,))
+
+    def _rotations(
+        self, function: cst.FunctionDef, owner: ClassInfo | None, module: Module
+    ) -> tuple[list[Rotation], Skip | None]:
+        """Return what the whole function turns, or why that is not known."""
+        try:
+            term = body(function, module, owner)
+        except NotComputable as error:
+            return [], Skip("control_flow", error.what)
+        found = rotations(term)
+        return (found, None) if found is not None else ([], Skip("other_computation", other_part(term)))
 
 
 def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef, ClassInfo | None]]:

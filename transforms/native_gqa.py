@@ -9,6 +9,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.effects import Scope, effects_of
+from rewrite.analysis.patterns.attended import is_attended
 from rewrite.analysis.patterns.expansion import (
     NotAnExpansion,
     called_function,
@@ -48,7 +49,8 @@ class NativeGQA(Transform):
     What it needs:
         The expansion is recognised by what the function does, not by its name, whether heads are the second dimension
         or, as in Meta's Llama, the third until they are moved; the expanded tensor is read by matrix products and
-        torch's attention only, and for sizes that expansion does not change.
+        torch's attention only, perhaps cast before, and for sizes and dtypes that expansion does not change. It may
+        stand on a condition that leaves heads alone which nothing shares: `if groups > 1:`.
 
     Numerics:
         Reordered: the same sums in products of another shape.
@@ -121,10 +123,12 @@ def _is_used(name: str, module: Module) -> bool:
 
 
 def _lengthens(node: cst.Call, scope: Scope) -> bool:
-    """Whether a call makes a tensor longer: one of a function that does, or an expression that a product reads."""
+    """Whether a call makes a tensor longer: one of a function that repeats heads, or what attention reads."""
     function, owner = called_function(node, scope)
     if function is not None:
-        return is_expanding(function, owner) and not looks_turning(function, scope.module, owner)
+        if not is_expanding(function, owner) or looks_turning(function, scope.module, owner):
+            return False
+        return repetition(function, scope.module, owner) is not None or is_attended(node, scope)
     return is_lengthening(node) and any(reads_of(node, scope, heads).products for heads in (1, 2))
 
 

@@ -20,6 +20,7 @@ from rewrite.codemod.relocate import is_rewritten, relocate
 from rewrite.codemod.text_layout import laid_out
 from rewrite.errors import AlreadyRewritten, NothingToRewrite, SourceDoesNotParse, SourceTooDeep, UsageError
 from rewrite.source import neighbours as upstream_neighbours
+from rewrite.source.layers_elsewhere import layer_files
 from rewrite.source.neighbours import Neighbour
 from rewrite.source.resolve import Source
 from rewrite.transform import Rewritten, Transform
@@ -60,7 +61,7 @@ def require_sites(built: Build) -> None:
         NothingToRewrite: if no transform matched.
     """
     if not built.rewritten.sites:
-        raise NothingToRewrite(built.source.path, _reasons(built.rewritten))
+        raise NothingToRewrite(built.source.path, _reasons(built.rewritten), layer_files(built.source))
 
 
 @gc_paused.paused()
@@ -77,7 +78,7 @@ def tried(source: Source, transforms: Sequence[Transform]) -> Build:
         raise AlreadyRewritten(source.path)
     _check_size(source)
     _check_parses(source)
-    neighbours = () if source.module is not None else upstream_neighbours.of(source.path, source.text)
+    neighbours = () if source.imported_as is not None else upstream_neighbours.of(source.path, source.text)
     try:
         relocated = relocate(source)
     except cst.ParserSyntaxError as error:

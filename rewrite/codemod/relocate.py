@@ -1,8 +1,8 @@
 """Makes a modeling file work outside the transformers package, before any transform touches it.
 
-Relative imports of a file of transformers become absolute; classes that transformers would take for custom code say
-that they are not (it would otherwise skip the conversion of their checkpoints); sub-models that the file builds
-through an Auto class become this file's own; a header names the origin and keeps the licence notice.
+Relative imports of a file of an installed package become absolute. In a file of transformers, classes that it would
+take for custom code say that they are not (it would otherwise skip the conversion of their checkpoints). Sub-models
+that a file builds through an Auto class become its own; a header names the origin and keeps the licence notice.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ class _Mover(cst.CSTTransformer):
 
     def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> cst.ImportFrom:
         level = len(updated_node.relative)
-        if not level or self.source.module is None:  # the neighbours of a file from elsewhere come along
+        name = self.source.imported_as
+        if not level or name is None:  # the neighbours of a file that nothing installs come along
             return updated_node
-        package = self.source.module.split(".")[:-level]
+        package = name.split(".")[:-level]
         if updated_node.module is not None:
             package += dotted(updated_node.module).split(".")
-        name = cst.parse_expression(".".join(package))
-        if not isinstance(name, (cst.Name, cst.Attribute)):
+        absolute = cst.parse_expression(".".join(package))
+        if not isinstance(absolute, (cst.Name, cst.Attribute)):
             raise TypeError(f"not a module name: {package}")
-        spaced = updated_node.with_changes(relative=(), module=name)
+        spaced = updated_node.with_changes(relative=(), module=absolute)
         if spaced.whitespace_after_from.empty:
             spaced = spaced.with_changes(whitespace_after_from=cst.SimpleWhitespace(" "))
         return spaced
@@ -104,6 +105,8 @@ def _header(source: Source) -> str:
     origin = shown_name(source.path)
     if source.module is not None:
         origin = f"transformers {source.transformers_version}, {'/'.join(source.module.split('.')[1:])}.py"
+    elif source.inside is not None:
+        origin = f"{source.inside.replace('.', '/')}.py"
     lines = [
         f"{HEADER_MARK}{__version__} from {origin}",
         f"# (sha256 {source.sha256}).",

@@ -24,6 +24,7 @@ from rewrite.options.shared_options import (
     transformers_option,
     verification_options,
 )
+from rewrite.typed import again
 
 if TYPE_CHECKING:
     from rewrite.console.console import Screen
@@ -64,9 +65,43 @@ class Job:
     """Commit the original and then the package."""
 
 
+HEADINGS = {
+    "Which transforms": ("only", "skip", "with"),
+    "Which model": ("transformers", "revision", "trust-remote-code"),
+    "What is written": ("out", "dry-run", "commit", "force"),
+    "Verification": ("verify", "quick", "device", "dtype", "weights", "seed", "bisect"),
+    "What is said": ("diff", "json", "quiet"),
+}
+
+
+class MainCommand(Command):
+    """The command that is called by naming a model, not itself."""
+
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **given: Any) -> click.Context:
+        """Return the context of a call, in which the command is called as it is typed."""
+        return super().make_context("MODEL", args, *more, **given)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """Return what stands behind MODEL."""
+        return ["--out DIR", "[OPTIONS]"]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, and say of a second word where it was to go: to `--out`, as with `cp`."""
+        ctx.allow_extra_args = True
+        rest = super().parse_args(ctx, args)
+        if rest and not ctx.resilient_parsing:
+            meant = ""
+            if len(rest) == 1 and ctx.params["out"] is None:
+                with ctx.scope(cleanup=False):
+                    meant = f"; the folder stands behind --out: {again('--out', rest[0])}"
+            raise click.UsageError(f"'{rest[0]}' is one word too many{meant or ': a rewrite takes one MODEL'}", ctx)
+        return rest
+
+
 @click.command(
-    cls=Command,
+    cls=MainCommand,
     name="apply",
+    headings=HEADINGS,
     short_help="Rewrite a model into a folder (the default command).",
     examples=("rewrite llama --out ./optimized_llama", "rewrite llama --dry-run > llama.patch"),
 )
@@ -90,10 +125,14 @@ class Job:
     shell_complete=complete_transforms,
     help="Run this too, which runs on request only; repeatable.",
 )
-@transformers_option("Take the model from there, not from what is installed")
+@transformers_option("Take the model from another transformers")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the Hub.")
-@click.option("--verify/--no-verify", default=True, help="Without: write and run nothing; works without torch.")
-@click.option("--dry-run", is_flag=True, help="Write nothing; in a pipe, print a patch that git applies.")
+@click.option(
+    "--verify/--no-verify", default=True, help="Verify, or write and run nothing; without, no torch is needed."
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Write nothing, show the changes; in a pipe as a patch that git applies."
+)
 @diff_option(None, "Show the changes instead of their statistics.")
 @verification_options
 @bisect_option
@@ -165,9 +204,13 @@ def _job(
 
 def _run(job: Job, screen: Screen) -> int:
     from rewrite import gc_paused
-    from rewrite.delivery import worker
+    from rewrite.delivery import verification, worker
     from rewrite.source import release
+    from rewrite.verify.models.device import usable_device
 
+    if job.verify and job.request.device is not None:
+        verification.require_libraries("verification (--no-verify leaves it out)")
+        usable_device(job.request.device)
     verifies = bool(click.get_current_context().obj) and job.verify and not job.dry_run and job.out is not None
     with contextlib.ExitStack() as stack:
         judge = stack.enter_context(worker.judge(verifies, job.request.quick))
@@ -229,7 +272,8 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
     if place is None:
         summary.show_build(screen, built, transforms)
         screen.line("written", "nothing (--dry-run)")
-        screen.line("next", f"rewrite {job.model} --out {_folder_for(source)}")
+        out = () if job.out is not None else ("--out", _folder_for(source))
+        screen.line("next", again(*out, without=("--dry-run", "--diff", "--json", "--quiet")))
         json_report.write(job.json_path, "apply", json_report.of_build(built))
         return 0
     vendored = place.previous is not None and place.previous.options.vendored

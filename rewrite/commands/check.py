@@ -32,6 +32,8 @@ def check(
 ) -> int:
     """Check the packages in DIR, or every package below the working folder; exit with 1 if one is out of date.
 
+    Exits with 2 where nobody can tell, as there is no transformers to compare with.
+
     With --quiet only the packages that are. What a formatter changes is no edit. A package that was never verified is
     said to be `unverified`.
     """
@@ -48,11 +50,11 @@ def check(
         found = of_all(places, library, full)
     if quiet and style == "text":
         stale = {folder: several for folder, several in found.items() if several}
-        sys.stderr.write(formats.FORMATS[style](stale) if stale else "")
+        sys.stderr.write(formats.as_text(stale, asked) if stale else "")
     elif str(json_path) != OUTPUT:
-        text = formats.FORMATS[style](found)
+        text = formats.as_text(found, asked) if style == "text" else formats.FORMATS[style](found)
         wide = style == "text" and sys.stdout.isatty()
         sys.stdout.write(formats.wrapped(text, shutil.get_terminal_size().columns) if wide else text)
     if json_path is not None:
         json_report.write_raw(json_path, formats.as_json(found))
-    return 1 if any(found.values()) else 0
+    return formats.exit_code(found)

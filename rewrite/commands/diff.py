@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command(
     cls=Command,
     short_help="Show what a package changed against its original.",
-    examples=("rewrite diff ./optimized_llama --stat", "rewrite diff ./optimized_llama --edits > my_edits.patch"),
+    examples=("rewrite diff ./optimized_llama --diff stat", "rewrite diff ./optimized_llama --edits > my_edits.patch"),
 )
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @diff_option("unified", "How to show the changes; unified in a pipe is a patch that git applies.")
@@ -72,13 +72,19 @@ def diff(
         before, path = _before(folder, lock, given)
     screen = Screen(patch=True, json=json_path, quiet=quiet)
     changes = differences.statistics(before, after)
+    others = edits.of_init(folder, lock) if generated else None
     if markdown:
         sys.stdout.write(review.markdown(folder, lock, before, after))
     elif quiet:
         screen.payload(f"{differences.total(changes, path)}\n")
     else:
         screen.show_diff(before, after, path, diff_style)
+        if others is not None:
+            screen.show_diff(*others, diff_style)
+    if others is not None:
+        changes += differences.statistics(*others[:2])
     places, patch = [asdict(change) for change in changes], differences.unified(before, after, path)
+    patch += differences.unified(*others) if others is not None else ""
     json_report.write(json_path, "diff", {"path": path, "places": places, "patch": patch})
     return 0
 

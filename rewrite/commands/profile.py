@@ -18,8 +18,19 @@ SHAPES = ("tiny", "1b", "8b", "30b-a3b", "default")
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
+HEADINGS = {
+    "What is profiled": ("decode", "prompt", "forward", "train", "trace", "needless"),
+    "Of which model": (
+        "shape", "weights", "config", "layers", "class", "dtype", "device", "original", "trust-remote-code",
+    ),
+    "How": ("batch", "context", "seconds"),
+    "What is said": ("html", "markdown", "png", "ladder", "families", "traces", "json", "quiet"),
+}  # fmt: skip
+
+
 @click.command(
     cls=Command,
+    headings=HEADINGS,
     short_help="Show where the time of a step goes, before and after.",
     examples=(
         "rewrite profile ./optimized_llama --device cuda --shape 1b --html report.html",
@@ -84,12 +95,13 @@ def profile(target: str | None, trace_path: Path | None, quiet: bool, **options:
 
 def _profiled(screen: Screen, target: str, options: Mapping[str, Any]) -> dict[str, Any]:
     from rewrite.benchmark.benchmark_models import lock_of
-    from rewrite.commands.bench import _package
+    from rewrite.commands.bench import _package, say_of_a_cpu
     from rewrite.delivery import verification
     from rewrite.profile import advice, measure
     from rewrite.redundant import redundancy_search
 
     verification.require_libraries("profiling")
+    say_of_a_cpu(screen, options["device"])
     if options["traces"] is not None:
         options["traces"].mkdir(parents=True, exist_ok=True)
     with _package(screen, target, options) as found, screen.working("profiling") as progress:

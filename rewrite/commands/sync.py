@@ -27,8 +27,18 @@ FILE = click.Path(path_type=Path)
 VIEWS = click.Choice(["upstream", "rewritten", "edits"])
 
 
+HEADINGS = {
+    "From where": ("transformers", "original", "trust-remote-code"),
+    "What becomes of your edits": ("resolved", "replace", "accept"),
+    "What is written": ("dry-run", "commit", "exit-non-zero-on-change"),
+    "Verification": ("verify", "quick", "device", "dtype", "weights", "seed", "bisect"),
+    "What is said": ("show", "diff", "json", "quiet"),
+}
+
+
 @click.command(
     cls=Command,
+    headings=HEADINGS,
     short_help="Make packages anew and merge your edits.",
     examples=("rewrite sync ./optimized_llama --dry-run", "rewrite sync --transformers 5.23.0 --verify"),
 )

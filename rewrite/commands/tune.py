@@ -17,8 +17,15 @@ if TYPE_CHECKING:
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 
+HEADINGS = {
+    "Of which sizes": ("shape", "weights", "dtype", "batch", "context", "seconds"),
+    "Something else than tiles": ("attention", "lengths", "products", "rows", "export", "export-shapes"),
+}
+
+
 @click.command(
     cls=Command,
+    headings=HEADINGS,
     short_help="Find the fastest tiles for this GPU.",
     examples=("rewrite tune ./optimized_llama --shape 8b --batch 1,8",),
 )
@@ -38,7 +45,6 @@ OUTPUT = click.Path(dir_okay=False, path_type=Path)
 @click.option("--export", type=OUTPUT, metavar="FILE", help="Only write gemm.json as a tuned table for aiter.")
 @click.option("--export-shapes", type=OUTPUT, metavar="FILE", help="The same, of shapes for aiter's own tuner.")
 @click.option("--ship", is_flag=True, help="Write to DIR, so that the package brings it, not to your own folder.")
-@click.option("--table", is_flag=True, help="Also print the entries as Python, for runtime/launching/tiles.py.")
 @reporting_options
 def tune(
     folder: Path,
@@ -55,7 +61,6 @@ def tune(
     export: Path | None,
     export_shapes: Path | None,
     ship: bool,
-    table: bool,
     json_path: Path | None,
     quiet: bool,
 ) -> int:
@@ -92,8 +97,6 @@ def tune(
         outcome = search(plan, progress)
     for count, changes in outcome.changes.items():
         screen.figures(title(plan, outcome.chip, count), results.HEADINGS, results.rows(changes), ())
-    if table:
-        screen.payload(f"{results.literal(outcome.chip, results.entries(outcome.changes.values()))}\n")
     screen.line("written", str(outcome.path))
     batches = {str(count): results.rows(several) for count, several in outcome.changes.items()}
     data = {"chip": outcome.chip, "headings": results.HEADINGS, "batches": batches, "written": str(outcome.path)}

@@ -105,7 +105,7 @@ def _package(
     output.write_beside(folder / VERDICT_NAME, record.text.encode("utf-8"))
     if record.note:
         screen.line("kept", record.note)
-    if screen.quiet and not verdict.passed:
+    if screen.quiet and not verdict.passed and (accepted is None or refused):
         screen.problem("verify", summary.failed(verdict))
     found = None
     if bisect and accepted is None and not verdict.passed:
@@ -113,7 +113,7 @@ def _package(
         summary.show_search(screen, verdict)
         with screen.working("bisecting") as progress:
             found = bisection.bisect(source, transforms, verdict, request, verification.judge, progress)
-        summary.show_bisection(screen, found)
+        summary.show_bisection(screen, found, lock, folder)
     json_report.write(json_path, "verify", {**verdict.to_json(), "bisection": found.to_json() if found else None})
     if refused:
         screen.problem("refused", f"{refused[0]}{f', and {len(refused) - 1} more' if len(refused) > 1 else ''}")
@@ -122,7 +122,8 @@ def _package(
         return verdict.exit_code
     again = acceptance.renewed(accepted, folder, lock, verdict)
     output.write_beside(folder / acceptance.NAME, again.to_json().encode("utf-8"))
-    screen.line("accepted", f"what fails was accepted: {accepted.reason}")
+    say = screen.problem if screen.quiet else screen.line  # it fails nothing, and still is no pass
+    say("accepted", f"what fails was accepted: {accepted.reason}")
     return 0
 
 

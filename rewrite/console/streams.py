@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 from rewrite.errors import StreamLost
@@ -14,6 +16,24 @@ SHOWN = "rewrite.shown"
 """The error handler that shows a character which an encoding does not have."""
 _NAMES = {1: "standard output", 2: "standard error"}
 _PLAIN = {"·": "-", "…": "...", "–": "-", "→": "->", "×": "x", "│": "|", "─": "-"}
+
+
+class ReaderGone(Exception):
+    """The reader of our standard output has seen enough; click would exit with 1 for the OSError itself."""
+
+
+@contextlib.contextmanager
+def flushed() -> Iterator[None]:
+    """Write out what the body prints.
+
+    Raises:
+        ReaderGone: if nobody reads it any more.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise ReaderGone from error
 
 
 class _Stream(io.FileIO):

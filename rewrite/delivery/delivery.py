@@ -58,7 +58,7 @@ def deliver(delivery: Delivery, screen: Screen, built: Build, package: Package, 
             summary.show_failures(screen, verdict)
             found = _at_fault(delivery, screen, built, package, place, verdict) if delivery.bisect else None
             summary.show_build(screen, built, _transforms(package, place))
-            summary.show_rejected(screen, verdict, str(staged.reject()), place, found)
+            summary.show_rejected(screen, verdict, str(staged.reject()), place, found, package.lock)
             bisection = found.to_json() if found is not None else None
             json_report.write(delivery.json_path, "apply", {**data, "written": False, "bisection": bisection})
             return 1

@@ -16,7 +16,7 @@ from rewrite.errors import GateFailed, SourceDoesNotImport
 from rewrite.offers import DISTRIBUTION
 from rewrite.package import syntax
 from rewrite.package.assemble import KEPT
-from rewrite.source import neighbours
+from rewrite.source import importable, neighbours
 from rewrite.source.statements import statements
 
 IMPORT_SECONDS = 300
@@ -35,6 +35,8 @@ if os.path.isdir(path):
     module = importlib.util.module_from_spec(spec)
     sys.modules["rewritten_package"] = module
     spec.loader.exec_module(module)
+elif sys.argv[2]:
+    importlib.import_module(sys.argv[2])
 else:  # its neighbours are imported from its folder
     folder = sys.modules["of_the_file"] = types.ModuleType("of_the_file")
     folder.__path__ = [os.path.dirname(path)]
@@ -127,11 +129,16 @@ def _in_library(source: Path) -> bool:
     return "transformers" in source.resolve().parts
 
 
+def _name_of(path: Path) -> str:
+    """Return the name by which a file of an installed package is imported, nothing for a package or another file."""
+    return (importable.name_of(path) or "") if path.is_file() else ""
+
+
 def _importing(path: Path) -> subprocess.Popen[str]:
     """Start a process that imports a package or a file."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-    command = [sys.executable, "-c", _IMPORT, str(path)]
+    command = [sys.executable, "-c", _IMPORT, str(path), _name_of(path)]
     return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=pipe, text=True, env=environment)
 
 

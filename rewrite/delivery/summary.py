@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import keyword
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -14,12 +13,16 @@ from rewrite.delivery import verification
 from rewrite.delivery.bisection import MOST_SECONDS
 from rewrite.delivery.main_class import headline
 from rewrite.transform import COMMON_REASONS, Stage
+from rewrite.typed import again, takes, typed
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rewrite.codemod.build import Build
     from rewrite.console.console import Screen
     from rewrite.delivery.bisection import Bisection
     from rewrite.package.assemble import Package
+    from rewrite.package.lock import Lock
     from rewrite.package.output import Output
     from rewrite.source.resolve import Source
     from rewrite.transform import Rewritten, SkippedSite, Transform
@@ -79,14 +82,14 @@ def show_written(
     if place.backup is not None:
         screen.line("", f"what was there before is in {place.shown.with_name(place.backup.name)}")
     screen.line("needs", f"hf-rewrite-runtime {package.lock.runtime.version}")
-    main = headline(build.source, build.rewritten.decode_loops)
+    main, hides = headline(build.source, build.rewritten.decode_loops), unimportable(place.folder.name)
     screen.line("verify", _verified(verdict, main) if verdict is not None else note)
     if verdict is None:
-        screen.line("next", f"rewrite verify {_word(place.shown.as_posix())}")
-    elif main and not unimportable(place.folder.name):
+        screen.line("next", typed("verify", place.shown.as_posix()))
+    elif main and f"class {main}(" in package.files[package.lock.modeling].decode() and not hides:
         screen.line("next", f"from {place.folder.name} import {main}")
-    if warning := unimportable(place.folder.name):
-        screen.warn(warning)
+    if hides:
+        screen.warn(hides)
 
 
 def unimportable(name: str) -> str:
@@ -100,20 +103,18 @@ def unimportable(name: str) -> str:
     return f"'{name}' cannot stand in an import statement; --out {hint} could"
 
 
-def _word(text: str) -> str:
-    return shlex.quote(text)
-
-
 def show_failures(screen: Screen, verdict: Verdict) -> None:
     """Say what failed, by kind."""
     screen.text(verification.rendered(verdict))
 
 
-def show_rejected(screen: Screen, verdict: Verdict, kept: str, place: Output, found: Bisection | None) -> None:
+def show_rejected(
+    screen: Screen, verdict: Verdict, kept: str, place: Output, found: Bisection | None, lock: Lock
+) -> None:
     """Say that nothing was written, where the rejected package is, which transform is at fault, and what to do."""
     screen.line("written", f"nothing: {place.shown} is as it was; the rejected package is in {kept}")
     screen.problem("verify", failed(verdict))
-    show_bisection(screen, found)
+    show_bisection(screen, found, lock, place.shown)
 
 
 def failed(verdict: Verdict) -> str:
@@ -133,20 +134,30 @@ def show_search(screen: Screen, verdict: Verdict) -> None:
     screen.line("bisecting", f"{checks} failed: making the package with fewer transforms, {minutes} (--no-bisect)")
 
 
-def show_bisection(screen: Screen, found: Bisection | None) -> None:
-    """Say which transform is at fault, if that was looked for."""
+def show_bisection(screen: Screen, found: Bisection | None, lock: Lock, folder: Path) -> None:
+    """Say which transform of the package in `folder` is at fault, if that was looked for, and how to leave it out."""
     if found is None:
         return
     screen.problem("at fault", str(found))
     if found.passes:
-        screen.problem("next", f"the same command with {found.skips}, or mend what it rewrites")
+        skips = [word for name in found.at_fault for word in ("--skip", name)]
+        screen.problem("next", f"mend what it rewrites, or: {_without(lock, folder, skips)}")
+
+
+def _without(lock: Lock, folder: Path, skips: Sequence[str]) -> str:
+    """Return the call that makes a package without some transforms: the one at hand, if it makes packages."""
+    if takes("--skip"):
+        return again(*skips)
+    chosen = (("--only", lock.options.only), ("--skip", lock.options.skip), ("--with", lock.options.also))
+    options = [word for option, names in chosen for name in names for word in (option, name)]
+    return typed(lock.source.model_type or lock.source.target, "--out", folder, *options, *skips, "--force")
 
 
 def describe(source: Source) -> str:
     """Return a source in one line: version, path, hash."""
     digest = f"sha256 {source.sha256[:6]}…"
     if source.module is None:
-        return f"{source.origin or source.path} · {digest}"
+        return f"{source.origin or source.inside or source.path} · {digest}"
     path = "/".join(source.module.split(".")[1:]) + ".py"
     return f"transformers {source.transformers_version} · {path} · {digest}"
 

@@ -1,4 +1,4 @@
-"""`rewrite kernels`: compiles every kernel of `runtime/` for chips that are not there and reads what came out.
+"""`python -m rewrite.kernels`: compiles the kernels of `runtime/` for chips that are not there, reads what came out.
 
 `catalogue` says what is launched, `compile_work` compiles it in a process of its own, `assembly` reads the result,
 `chips` has the limits of each chip, `findings` judges, `drift` compares with what was recorded, `run` puts the

@@ -1,4 +1,4 @@
-"""Reads what a compiler made: registers, spills, and how many bits each load takes at once."""
+"""Reads what a compiler made of a launch: registers, spills, and how many bits each load takes at once."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from . import last_arrivals
 
@@ -58,10 +59,52 @@ class Figures:
     """Accesses to a ring of LDS slots that leave it, as the function `lost_slots` has it (AMD)."""
 
 
+@dataclass(frozen=True)
+class Row:
+    """What the compiler made of a launch, or why it made nothing."""
+
+    arch: str
+    kernel: str
+    shape: str
+    """Of which model or size, and in which form."""
+    threads: int
+    """Of a workgroup."""
+    options: dict[str, int] = field(default_factory=dict)
+    """What the compiler was given, as at a launch."""
+    figures: Figures | None = None
+    shared: int = 0
+    """Bytes of LDS (shared memory) of a workgroup."""
+    occupancy: float = 0.0
+    """Waves that a SIMD unit holds at a time."""
+    compiler: str = ""
+    """Its name and version."""
+    error: str = ""
+    """Why there are no figures."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.arch} · {self.kernel} · {self.shape}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Row:
+        """The row that `to_json` wrote."""
+        found = data["figures"]
+        if found is not None:
+            widths = ("loads", "shared_loads")
+            whole = {name: {int(width): count for width, count in found[name].items()} for name in widths}
+            found = Figures(**{**found, **whole})
+        return cls(**{**data, "figures": found})
+
+
 def of_amd(text: str, ttgir: str) -> Figures:
     """Read AMD's assembly, with the metadata at its end, and Triton's own form of the kernel."""
     spills, scratch = _number(".vgpr_spill_count", text), _number(".private_segment_fixed_size", text)
-    if "amdhsa--gfx90a" not in text and not _AMD_SCRATCH.search(text):
+    if not re.search(r'amdgcn_target ".*-gfx90a\b', text) and not _AMD_SCRATCH.search(text):
         scratch = 0  # it is set aside for scalar registers that went to lanes, and nothing touches it
     counted = last_arrivals.of_amd(text)
     pairs = [(2 if twice else 1, int(kind[1:])) for twice, kind in _AMD_SHARED.findall(text)]

@@ -29,7 +29,7 @@ class Card:
     latency: float
     """µs from a load to its data while memory is busy: assumed, some 600 to 1,000 cycles; no maker publishes it."""
     calibrated: bool = False
-    """Whether predictions were held against measurements on this card (docs/speed-model.md)."""
+    """Whether predictions were held against measurements on this card (docs/kernels.md)."""
     device: str = ""
     """Its name in the tables of `runtime/launching/tiles.py`; none there takes the rules."""
 
@@ -52,7 +52,8 @@ CARDS = {
         # a 2 GiB sum reads 4.13 to 4.33 TB/s (bench/results/profile-h200.json), our kernels a little more
         Card("H200", "sm_90", 132, 4.8, 0.92, 50, 1.98, 0.6, True, "NVIDIA H200"),
         Card("B200", "sm_100", 148, 7.7, 0.9, 126, 1.96, 0.7),
-        Card("MI300X", "gfx942", 304, 5.3, 0.8, 32, 2.1, 0.8),
+        # published: one row reads 4.65 to 4.87 TB/s there (vLLM's wvSplitK, hipBLASLt); never run by us
+        Card("MI300X", "gfx942", 304, 5.3, 0.88, 32, 2.1, 0.8),
         Card("MI355X", "gfx950", 256, 8.0, 0.8, 32, 2.4, 0.8),
     )
 }

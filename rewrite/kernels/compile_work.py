@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .assembly import Figures, of_amd, of_nvidia
+from .assembly import Figures, Row, of_amd, of_nvidia
 from .chips import CHIPS, Chip, occupancy
-from .kernel_row import Row
 
 MARK = "kernel-row "
 COUNT = "kernel-rows "

@@ -15,7 +15,7 @@ from typing import Any
 
 from rewrite.errors import NoKernelRecord
 
-from .kernel_row import Row
+from .assembly import Row
 
 COLUMNS = ("registers", "spills", "shared", "occupancy")
 """Registers of a thread; what is spilled, as `Figures.spills`; bytes of a workgroup; waves on a SIMD unit."""

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from .assembly import share_below
+from .assembly import Row, share_below
 from .chips import CHIPS, MOST_THREADS
-from .kernel_row import Row
 
 Kind = Literal["does not compile", "spills", "shared memory", "scalar loads", "threads", "last arrivals", "ring slots"]
 

@@ -19,8 +19,8 @@ from typing import IO
 from rewrite.console.progress_steps import Step
 from rewrite.errors import MissingLibrary, UsageError
 
+from .assembly import Row
 from .compile_work import COUNT, MARK
-from .kernel_row import Row
 
 LIMIT_S = 300
 """For one launch: a compiler that hangs is a row too."""

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .assembly import Widths, share_below
+from .assembly import Row, Widths, share_below
 from .chips import CHIPS
 from .findings import Finding
-from .kernel_row import Row
 
 HEADINGS = {
     "hip": ("", "thr", "VGPR", "SGPR", "spill", "LDS", "occ", "loads", "LDS rd", "code"),

@@ -58,12 +58,14 @@ class Step:
 
 
 MISTRAL_7B = Model("Mistral 7B", 4096, 14336, 32, 8, 128, 32768)
+QWEN2_1_5B = Model("Qwen2.5 1.5B", 1536, 8960, 12, 2, 128, 151936)
 QWEN3_1_7B = Model("Qwen3 1.7B", 2048, 6144, 16, 8, 128, 151936)
 STEPS = {
     "1b": Step(LLAMA_1B, 16),
     "8b": Step(LLAMA_8B, 32),
     "70b": Step(LLAMA_70B, 80),
     "mistral-7b": Step(MISTRAL_7B, 32),
+    "1.5b": Step(QWEN2_1_5B, 28),
     "qwen3-1.7b": Step(QWEN3_1_7B, 28, head_norms=True),
     # from 32 rows on its tokens are sorted by expert (torch's grouped product), which is not modelled
     "30b-a3b": Step(QWEN3_30B, 48, head_norms=True, mixture=QWEN3_MOE, rows=(1, 8)),

@@ -14,7 +14,7 @@ from typing import Any
 
 from rewrite.errors import RewriteError
 
-from . import kernel_run
+from . import issued, kernel_run
 from .cards import CARDS
 from .chips import MODELLED, SIMDS, occupancy
 from .compile_work import pretended, read
@@ -52,6 +52,18 @@ class Planned:
     """Whether matrix instructions multiply."""
     overlaps: bool = False
     """Whether it begins before the launch ahead has ended."""
+    vector: int = 0
+    """Cycles that a wave takes of its SIMD unit, where the assembly says so (AMD); likewise the next four."""
+    multiply: int = 0
+    """Of its matrix cores."""
+    lds: int = 0
+    """Of the compute unit's LDS."""
+    cache: int = 0
+    """Of its first-level cache."""
+    tail: int = 0
+    """Of its SIMD unit, in the last program to count itself, behind all others."""
+    flight: int = 0
+    """Bytes of weights and cache that a thread has on their way at most."""
 
 
 Plans = dict[int, list[Planned]]
@@ -126,10 +138,17 @@ def _of(chip: Any, one: Any, planned: Planned, cuobjdump: Path) -> Planned:
     threads = one.options["num_warps"] * chip.wave
     shared = compiled.metadata.shared
     waves = occupancy(chip, threads, figures.registers, figures.scalars, shared)
+    programs = one.grid[0] * one.grid[1] * one.grid[2]
+    if chip.backend == "hip":
+        taken = issued.of_amd(compiled.asm["amdgcn"], planned.moved / programs / threads)
+        planned = replace(
+            planned, vector=round(taken.vector), multiply=round(taken.matrix), lds=round(taken.lds),
+            cache=round(taken.cache), tail=round(taken.tail), flight=taken.flight,
+        )  # fmt: skip
     return replace(
         planned,
         kernel=one.kernel.jit_function.__name__.strip("_").removesuffix("_kernel"),
-        programs=one.grid[0] * one.grid[1] * one.grid[2],
+        programs=programs,
         threads=threads,
         resident=int(waves * SIMDS / (threads / chip.wave)),
         registers=figures.registers,

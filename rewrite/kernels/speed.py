@@ -5,9 +5,12 @@
         memory      bytes / what the card's memory reaches, by kind of kernel
         processor   bytes of the busiest processor / `OVERLOAD` even shares of that
         in flight   bytes / (bytes on their way / latency)
+        units       cycles of the busiest processor's vector, matrix or LDS units or cache / clock (AMD alone)
+        path        vector cycles of one program and, where programs count themselves, of the last one's sum / clock
 
-The constants are in `cards`. What is left out: instructions (no launch of a step of few rows is bound by them on these
-cards), the L2 cache (what one launch writes and the next reads counts for nothing), and clocks that fall under load.
+The constants are in `cards`, the cycles are read from the assembly (`issued`). What is left out: instructions of
+NVIDIA's kernels, the L2 cache (what one launch writes and the next reads counts for nothing), and clocks that fall
+under load.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ from typing import Any, Literal
 
 from . import cards
 from .cards import Card
+from .chips import MODELLED, SIMDS
 from .planned import LIBRARY, Planned
 
 LEAST_FILL = 0.85
 REST = 4
 """Launches of a step beside its layers and head: the embedding, the rotary tables, and two that choose the token."""
 
-Bound = Literal["memory", "processor", "in flight", "start"]
+Bound = Literal["memory", "processor", "in flight", "vector", "matrix", "LDS", "cache", "path", "start"]
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,15 @@ class Timed:
     """Bytes on their way over those that the card's memory wants; None likewise."""
     us: float
     """Of one launch."""
+    over: float | None
+    """What takes the most of it, without the ramp, over its bytes at the card's rate; None likewise."""
     bound: Bound
     """What takes the most of it; `start` where the ramp does."""
 
     def to_json(self) -> dict[str, Any]:
         """The launch as plain JSON values."""
-        return {**vars(self.planned), "fill": self.fill, "in_flight": self.flight, "us": self.us, "bound": self.bound}
+        return {**vars(self.planned), "fill": self.fill, "in_flight": self.flight, "us": self.us, "over": self.over,
+                "bound": self.bound}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,21 +84,36 @@ def timed(card: Card, one: Planned) -> Timed:
     ramp, share = _kind(one)
     ramp += _gap(card, one.overlaps or one.kernel == LIBRARY)
     if not one.moved:
-        return Timed(one, None, None, ramp, "start")
+        return Timed(one, None, None, ramp, None, "start")
     terms: dict[Bound, float] = {"memory": one.moved / (card.rate * share)}
     if one.kernel == LIBRARY:
-        return Timed(one, None, None, ramp + terms["memory"], _bound(ramp, terms))
+        return Timed(one, None, None, ramp + terms["memory"], None, _bound(ramp, terms))
     most = -(-one.programs // card.processors)
     terms["processor"] = one.moved / one.programs * most / (card.rate / card.processors * cards.OVERLOAD)
     on_the_way = in_flight(card, one)
     terms["in flight"] = one.moved * card.latency / on_the_way
+    terms |= _units(card, one, most)
     fill = one.programs / (card.processors * most)
-    return Timed(one, fill, on_the_way / card.wanted, ramp + max(terms.values()), _bound(ramp, terms))
+    longest = max(terms.values())
+    over = longest * card.rate / one.moved
+    return Timed(one, fill, on_the_way / card.wanted, ramp + longest, over, _bound(ramp, terms))
+
+
+def _units(card: Card, one: Planned, most: int) -> dict[Bound, float]:
+    """Return how long the units of the processor with the most programs are busy."""
+    waves = one.threads / MODELLED[card.arch].wave
+    cycles: dict[Bound, float] = {
+        "vector": one.vector / SIMDS, "matrix": one.multiply / SIMDS, "LDS": one.lds, "cache": one.cache
+    }  # fmt: skip
+    us = {unit: most * waves * taken / (card.clock * 1e3) for unit, taken in cycles.items() if taken}
+    if one.tail:  # waves of one program share the SIMD units, and there is nothing else to run
+        us["path"] = max(waves / SIMDS, 1.0) * (one.vector + one.tail) / (card.clock * 1e3)
+    return us
 
 
 def in_flight(card: Card, one: Planned) -> float:
-    """Return how many bytes are on their way while all processors are busy: in shared memory, or in registers."""
-    held = max(one.shared, one.threads * one.registers * 4 * cards.IN_REGISTERS)
+    """Return how many bytes are on their way while all processors are busy: as read, else what can be held."""
+    held = one.threads * one.flight or max(one.shared, one.threads * one.registers * 4 * cards.IN_REGISTERS)
     there = min(one.programs, max(one.resident, 1) * card.processors)
     return there * min(held, one.moved / one.programs)
 

@@ -51,8 +51,9 @@ EXEMPTIONS = (
         "qkv", "96 tiles, and 2 parts of each are more than the processors; never run", cards=("B200",), rows=FEW
     ),
     Exemption(
-        "qkv", "96 tiles in 2 parts for 256 processors: 3 parts would be too many; never run", None, ("MI355X",), FEW
+        "qkv", "as many parts as let the busiest processor read the fewest tiles; never run", None, ("MI300X",), FEW
     ),
+    Exemption("experts", "five programs a processor, and a few more; never run", "30b-a3b", ("MI300X",)),
 )
 
 

@@ -24,8 +24,8 @@ else:
 FILE = "pyproject.toml"
 TABLE = "tool.rewrite"
 TRANSFORMS = "transforms"
-"""A list of paths here, read by `rewrite.plugins`: so the command of that name has no table of its own."""
-_NEVER = ("help", "version", "no-config", "stat")
+"""A list of paths, read by `rewrite.plugins`: no option of a command."""
+_NEVER = ("help", "version", "no-config")
 
 
 def read(ctx: click.Context, param: click.Parameter, ignored: bool) -> None:
@@ -90,8 +90,7 @@ def _of_command(
 
 def _commands(ctx: click.Context) -> dict[str, click.Command]:
     group = ctx.find_root().command
-    if not isinstance(group, click.Group):
-        return {ctx.command.name or "": ctx.command}
+    assert isinstance(group, click.Group)
     found = {name: group.get_command(ctx, name) for name in group.list_commands(ctx)}
     return {name: command for name, command in found.items() if command is not None}
 

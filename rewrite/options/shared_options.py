@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
+from rewrite.console import streams
 from rewrite.console.differences import STYLES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -22,11 +23,28 @@ OUTPUT = "-"
 
 
 class Command(click.Command):
-    """A command with examples, whose `--diff` and `--json` need no value."""
+    """A command with examples, whose `--diff` and `--json` need no value.
 
-    def __init__(self, *args: Any, examples: tuple[str, ...] = (), **kwargs: Any):
+    Args:
+        examples: lines for a shell.
+        headings: names of options by the heading that they stand under in the help; the others come last.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        examples: tuple[str, ...] = (),
+        headings: Mapping[str, tuple[str, ...]] | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
         self.examples = examples
+        self.headings = headings or {}
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a pipe that nobody reads any more ends it without an error."""
+        with streams.flushed():
+            return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Give the two options their values: a word behind `--diff` that is no style is another argument."""
@@ -35,14 +53,23 @@ class Command(click.Command):
             if word == "--":
                 return super().parse_args(ctx, [*given, *args[number:]])
             following = args[number + 1] if number + 1 < len(args) else None
-            if word == "--stat" and any(option.name == "stat" for option in self.params):
-                word = "--diff=stat"
-            elif word == "--diff" and following not in STYLES:
+            if word == "--diff" and following not in STYLES:
                 word = "--diff=unified"
             elif word == "--json" and (following is None or (following.startswith("-") and following != OUTPUT)):
                 word = f"--json={OUTPUT}"
             given.append(word)
         return super().parse_args(ctx, given)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Show the options under their headings."""
+        records = {
+            p.opts[0].lstrip("-"): p.get_help_record(ctx) for p in self.get_params(ctx) if isinstance(p, click.Option)
+        }
+        named = [name for names in self.headings.values() for name in names]
+        rest = {"Options": tuple(name for name in records if name not in named)}
+        for heading, names in {**self.headings, **rest}.items():
+            with formatter.section(heading):
+                formatter.write_dl([record for name in names if (record := records[name])])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Show the examples, a line each."""
@@ -74,8 +101,8 @@ def is_typed(option: str) -> bool:
 
 
 def diff_option(default: str | None, help_text: str) -> Callable[[Function], Function]:
-    """Return the options `--diff` and `--stat`, which is one of its styles."""
-    style = click.option(
+    """Return the option `--diff`."""
+    return click.option(
         "--diff",
         "diff_style",
         type=click.Choice(STYLES),
@@ -83,8 +110,6 @@ def diff_option(default: str | None, help_text: str) -> Callable[[Function], Fun
         metavar="[STYLE]",
         help=f"{help_text} STYLE is one of {', '.join(STYLES)}; without one, unified.",
     )
-    stat = click.option("--stat", is_flag=True, expose_value=False, help="The same as --diff stat.")
-    return lambda function: style(stat(function))
 
 
 def verification_options(function: Function) -> Function:
@@ -94,7 +119,7 @@ def verification_options(function: Function) -> Function:
         click.option("--dtype", type=click.Choice(DTYPES), help="Low precision to verify in."),
         click.option("--weights", type=FOLDER, metavar="DIR", help="Verify with the weights of this checkpoint."),
         click.option("--seed", type=click.IntRange(0), metavar="N", help="Verify with other weights and inputs. [0]"),
-        click.option("--quick", is_flag=True, help="Verify with one input, one low precision and no latency."),
+        click.option("--quick", is_flag=True, help="Verify less: one input, one low precision, no latency."),
         click.option("--trust-remote-code", is_flag=True, help="Let a modeling file that came with a checkpoint run."),
     )
     for option in reversed(options):
@@ -124,7 +149,6 @@ def common_options(function: Function) -> Function:
     """Add the options of every command: `--quiet`, and `--no-config`, without which [tool.rewrite] is read."""
     from rewrite.options import configuration
 
-    quiet = click.option("--quiet", "-q", is_flag=True, help="Say nothing but what fails, on standard error.")
     ignored = click.option(
         "--no-config",
         is_flag=True,
@@ -133,7 +157,12 @@ def common_options(function: Function) -> Function:
         callback=configuration.read,
         help="Ignore [tool.rewrite] in pyproject.toml.",
     )
-    return quiet(ignored(function))
+    return quiet_option(ignored(function))
+
+
+def quiet_option(function: Function) -> Function:
+    """Add `--quiet`."""
+    return click.option("--quiet", "-q", is_flag=True, help="Say nothing but what fails, on standard error.")(function)
 
 
 def _report(ctx: click.Context, param: click.Parameter, value: Path | str | None) -> Path | None:
@@ -146,7 +175,17 @@ def _report(ctx: click.Context, param: click.Parameter, value: Path | str | None
 
 def reporting_options(function: Function) -> Function:
     """Add `--json` and the options of every command."""
+    return json_option(common_options(function))
+
+
+def tool_options(function: Function) -> Function:
+    """Add `--json` and `--quiet` of a maintainers' program, which reads nobody's configuration."""
+    return json_option(quiet_option(function))
+
+
+def json_option(function: Function) -> Function:
+    """Add `--json`."""
     path = click.Path(dir_okay=False, path_type=Path)
     help_text = "Write a report to FILE; without one, or with -, to standard output alone."
     report = click.option("--json", "json_path", type=path, metavar="[FILE]", callback=_report, help=help_text)
-    return report(common_options(function))
+    return report(function)

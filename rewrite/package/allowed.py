@@ -22,10 +22,16 @@ def check_place(shown: Path, folder: Path, source: Path) -> None:
     """Refuse what can never be an output, whatever is in it.
 
     Raises:
-        OutputNotOurs: for a file, and for a folder that holds the working folder, the user's home or the source.
+        OutputNotOurs: for a file, for what cannot be made, and for a folder that holds the working folder, the user's
+            home or the source.
     """
     if folder.exists() and not folder.is_dir():
         raise OutputNotOurs(shown, "is a file", forcible=False)
+    above = next(parent for parent in folder.parents if parent.exists())
+    if not above.is_dir():
+        raise OutputNotOurs(shown, f"cannot lie in {above.name}, which is a file", forcible=False)
+    if not folder.exists() and not os.access(above, os.W_OK):
+        raise OutputNotOurs(shown, f"cannot be made: {above} may not be written to", forcible=False)
     if Path.cwd().resolve().is_relative_to(folder):
         raise OutputNotOurs(shown, "is, or contains, the folder you are in", forcible=False)
     if Path(os.path.expanduser("~")).resolve().is_relative_to(folder):

@@ -210,6 +210,8 @@ def _taken(build: Build) -> tuple[dict[str, list[str]], dict[str, str]]:
 def _origin(source: Source, folder: Path) -> Origin:
     if source.module is not None:
         target, path = source.module, "/".join(source.module.split(".")[1:]) + ".py"
+    elif source.inside is not None:
+        target, path = source.inside, source.path.name
     elif source.origin is not None:
         target, path = source.origin, source.path.name
     else:

@@ -136,6 +136,11 @@ def check_generated(names: Sequence[str], modeling: str) -> None:
         raise Malformed(f"cannot be read: it should list the modeling file {modeling!r}")
 
 
+def is_module_name(target: str) -> bool:
+    """Return whether what a lock names is a module of an installed package, and no file."""
+    return not target.endswith(".py") and all(part.isidentifier() for part in target.split("."))
+
+
 def check_origin(target: str, path: str, module: str | None) -> None:
     """Check that the original is a Python file that a package can have been made from.
 
@@ -147,5 +152,6 @@ def check_origin(target: str, path: str, module: str | None) -> None:
         raise Malformed(f"names an original that it cannot have: {path!r}")
     if module is not None and not (_MODULE.fullmatch(module) and path == "/".join(module.split(".")[1:]) + ".py"):
         raise Malformed(f"names an original that it cannot have: {module!r}")
-    if module is None and (PurePosixPath(target).is_absolute() or PurePosixPath(target).suffix != ".py"):
+    named = is_module_name(target) and path == f"{target.rpartition('.')[2]}.py"
+    if module is None and not named and (PurePosixPath(target).is_absolute() or not target.endswith(".py")):
         raise Malformed(f"names an original that it cannot have: {target!r}")

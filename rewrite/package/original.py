@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 from rewrite.errors import MissingTransformers, OriginalNotFound, RewriteError, SourceNotReadable
 from rewrite.package.assemble import WHOLE
 from rewrite.package.lock import Lock
-from rewrite.source import hub_model
+from rewrite.package.lock_text import is_module_name
+from rewrite.source import hub_model, importable
 from rewrite.source.installed import Installed, find_transformers
 from rewrite.source.resolve import Source, of_library, resolve
 
@@ -91,8 +93,10 @@ def find_present(folder: Path, lock: Lock, given: Path | None = None, library: I
         source = replace(found, target=origin.module)
     else:
         kept = origin.target.startswith(hub_model.SCHEME)
-        path = folder.resolve() / (f"{WHOLE}/{origin.path}" if kept else origin.target)
-        if not path.is_file():
+        path: Path | None = folder.resolve() / (f"{WHOLE}/{origin.path}" if kept else origin.target)
+        if is_module_name(origin.target):
+            path = importable.file_of(origin.target, sys.path)
+        if path is None or not path.is_file():
             raise OriginalNotFound(folder, origin.path, origin.sha256)
         source = resolve(os.path.normpath(path))
         if kept:  # a commit of the Hub does not change, and the package has it

@@ -30,6 +30,7 @@ from rewrite.package import allowed, swap
 from rewrite.package.assemble import VERDICT_NAME, Package
 from rewrite.package.lock import Lock, read_lock, sha256
 from rewrite.source.resolve import LOCK_NAME, Source
+from rewrite.typed import typed
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def prepare(
         return Output(shown, folder, backup=_free_backup(folder))
     edited = [name for name in edited_files(folder, lock) if name not in merged]
     if edited and not force:
-        raise OutputNotOurs(shown, f"has your edits in {', '.join(edited)} (`rewrite diff {shown} --generated`)")
+        raise OutputNotOurs(shown, f"has your edits in {', '.join(edited)} (`{typed('diff', shown, '--generated')}`)")
     check_links(folder, lock)
     carried = (*_own_files(folder, lock), *(name for name in kept if (folder / name).is_file()))
     return Output(shown, folder, _free_backup(folder) if edited else None, carried, lock, snapshot(folder, lock))

@@ -65,10 +65,18 @@ def of_project(folder: Path) -> Installed | None:
 
 
 def _of_environment(prefix: Path) -> Installed | None:
-    for package in sorted(prefix.glob("lib/python3*/site-packages/transformers")):
-        if (found := copy_at(package)) is not None:
-            return found
+    for site in sorted(prefix.glob("lib/python3*/site-packages")):
+        for package in (site / "transformers", *_editable(site)):
+            if (found := copy_at(package)) is not None:
+                return found
     return copy_at(prefix / "Lib" / "site-packages" / "transformers")
+
+
+def _editable(site: Path) -> Iterator[Path]:
+    """Yield where an environment may have a transformers that was installed with `pip install -e`."""
+    for listed in sorted(site.glob("*.pth")):
+        lines = (line.strip() for line in listed.read_text("utf-8", "replace").splitlines())
+        yield from (Path(line) / "transformers" for line in lines if line and not line.startswith("import"))
 
 
 def _of_folder(path: Path) -> Installed:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.machinery
-import importlib.util
 import io
 import os
 import stat
@@ -24,9 +22,10 @@ from rewrite.errors import (
     UsageError,
     shortened,
 )
-from rewrite.source import auto_classes, hub_model, weight_files
+from rewrite.source import auto_classes, hub_model, importable, weight_files
 from rewrite.source.checkpoint_folder import CONFIG_NAME, own_code, own_file, read_config
 from rewrite.source.installed import Installed, ModelType, copy_around, find_transformers
+from rewrite.typed import typed
 
 LOCK_NAME = "rewrite.lock"
 _PACKAGE = "transformers."
@@ -56,6 +55,13 @@ class Source:
     """Whether the file came with a checkpoint (a config.json beside it names code): run only where that is trusted."""
     origin: str | None = None
     """Where on the Hub it is from, `hf://org/name@commit/modeling_x.py`."""
+    inside: str | None = None
+    """Dotted name inside another installed package, `diffusers.models.attention`: it is imported, nothing copied."""
+
+    @property
+    def imported_as(self) -> str | None:
+        """Dotted name of a file whose neighbours are imported from where they are, None where they come along."""
+        return self.module or self.inside
 
 
 def resolve(
@@ -78,7 +84,8 @@ def resolve(
     Raises:
         UnknownModel: if it is none of these.
         UsageError: if transformers has no modeling file for the model type, or if it is weights only, a file of
-            another kind, or a model on the Hub with code of its own, which is not trusted.
+            another kind, not on the Hub while a revision is given, or a model on the Hub with code of its own, which
+            is not trusted.
         CheckpointNotUsable: if a checkpoint folder does not say which model it holds.
         NotOnTheHub: if a model cannot be taken from the Hub.
         SourceNotReadable: if the file cannot be read as UTF-8 text.
@@ -87,6 +94,8 @@ def resolve(
     """
     installed = library or find_transformers()
     path = Path(os.path.expanduser(target))
+    if revision is not None and (path.exists() or not hub_model.is_name(target)):
+        raise UsageError(f"--revision is for a model on the Hub, ORG/NAME, which '{shortened(target)}' is not")
     if _is_word(target) and installed is not None and target in installed.model_types:
         return _of_model_type(target, target, installed)
     if path.exists() and (other := weight_files.instead(path)) is not None:
@@ -161,7 +170,7 @@ def _no_file(model_type: ModelType, installed: Installed) -> UsageError:
         choice = f"choose one of {', '.join(others)} and give its path."
     elif built is not None and installed.defining(built) is not None:
         choice = (
-            f"its model is {built}. Rewrite that (rewrite {built}), and load with "
+            f"its model is {built}. Rewrite that ({typed(built)} --out DIR), and load with "
             f"{built}.from_pretrained(CHECKPOINT, config=AutoConfig.from_pretrained(CHECKPOINT))."
         )
     return UsageError(
@@ -244,17 +253,7 @@ def _module_file(name: str, installed: Installed | None) -> Path | None:
     if name.startswith(_PACKAGE) and installed is not None:
         inside = installed.root.joinpath(*parts[1:]).with_suffix(".py")
         return inside if inside.is_file() else None
-    spec = importlib.machinery.PathFinder.find_spec(parts[0], [os.getcwd(), *sys.path])
-    spec = spec or importlib.util.find_spec(parts[0])
-    for length in range(2, len(parts) + 1):
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        locations = list(spec.submodule_search_locations)
-        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:length]), locations)
-    if spec is None or spec.origin is None or spec.submodule_search_locations is not None:
-        return None
-    path = Path(spec.origin)
-    return path if path.suffix == ".py" and path.is_file() else None
+    return importable.file_of(name, [os.getcwd(), *sys.path])
 
 
 def _read(
@@ -270,6 +269,7 @@ def _read(
     if own is not None and model_type is None:
         model_type = own.model_type_of(path)
     version = own or installed
+    remote = own is None and _names_code(path.parent / CONFIG_NAME)
     return Source(
         target=target,
         path=path,
@@ -280,7 +280,8 @@ def _read(
         transformers_version=version.version if version is not None else None,
         transformers_root=version.root if version is not None else None,
         checkpoint=checkpoint,
-        remote_code=own is None and _names_code(path.parent / CONFIG_NAME),
+        remote_code=remote,
+        inside=importable.name_of(path) if own is None and not remote else None,
     )
 
 

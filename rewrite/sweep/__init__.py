@@ -1,1 +1,1 @@
-"""Every modeling file of a transformers, rewritten and verified, one process each: `rewrite sweep`."""
+"""Every modeling file of a transformers, rewritten and verified, one process each: `python -m rewrite.sweep`."""

@@ -92,14 +92,14 @@ class Report:
 
     def _conditions(self) -> Iterator[str]:
         made = f"with transformers {self.version}, on {self.device},"
-        yield f"Made by `rewrite sweep --markdown docs/coverage.md` {made}"
+        yield f"Made by `python -m rewrite.sweep --markdown docs/coverage.md` {made}"
         yield "with small random models. A class passes if its outputs in fp64 are the original's (fp32 where it has"
         yield "no fp64 run) and its checkpoints too, byte for byte. The first causal LM of a file passes the"
         yield "verifier's quick gates."
 
     def _conditions_unrun(self) -> Iterator[str]:
-        yield f"Made by `rewrite sweep --no-verify --markdown FILE` with transformers {self.version}: the files were"
-        yield "rewritten, and nothing was run."
+        yield "Made by `python -m rewrite.sweep --no-verify --markdown FILE` with transformers"
+        yield f"{self.version}: the files were rewritten, and nothing was run."
 
     def _other_device(self) -> Iterator[str]:
         if self.beside is None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rewrite.console import differences
 from rewrite.delivery import precheck
 from rewrite.errors import BaseLost, EditsBroken, SourceDoesNotParse, SourceNotReadable, UsageError
 from rewrite.package import definitions, original, snapshots
@@ -17,6 +18,7 @@ from rewrite.package.lock import Lock, sha256
 from rewrite.package.syntax import digest
 from rewrite.sync import merge, runtime_names
 from rewrite.sync.styles import GENERATED, Marks, Style, plain, style_of
+from rewrite.typed import typed
 
 MODELING = "modeling"
 _IMPLICIT = {"__name__", "__file__", "__doc__", "__package__", "__spec__", "__class__", "__path__", "__qualname__"}
@@ -60,7 +62,7 @@ def with_edits(folder: Path, lock: Lock, package: Package, resolved: Mapping[str
             continue
         base = _base(folder, lock, name, package)
         if not (folder / name).is_file():
-            raise SourceNotReadable(folder / name, f"it is not there (`rewrite undo {folder}` puts it back)")
+            raise SourceNotReadable(folder / name, f"it is not there (`{typed('undo', folder)}` puts it back)")
         yours = _checked(folder / name)
         found = style_of(base, plain(yours), folder / name, sha256(base.encode("utf-8")) == lock.files[name])
         merged = _merged(base, yours, files[name].decode("utf-8"), found)
@@ -84,6 +86,13 @@ def generated_like_yours(folder: Path, lock: Lock, name: str) -> str:
         return yours  # a layout that no formatter makes
     marks = Marks.of(yours)
     return marks.put(style_of(base, plain(yours), folder / name).of(base))
+
+
+def of_init(folder: Path, lock: Lock) -> tuple[str, str, str] | None:
+    """Return the text of `__init__.py` as generated and as edited, and its name; None where it was not edited."""
+    if not (folder / INIT).is_file() or lock.as_generated(folder, INIT):
+        return None
+    return generated_like_yours(folder, lock, INIT), original.text_of(folder / INIT), INIT
 
 
 def kept_text(folder: Path, name: str) -> str:
@@ -143,6 +152,30 @@ def broken(folder: Path, lock: Lock) -> dict[str, tuple[int, str]]:
     for name, line, said in _broken_names(folder, texts) if not found else ():
         found.setdefault(name, (line, said))
     return found
+
+
+def reads_nothing(folder: Path, lock: Lock, name: str) -> list[tuple[int, str]]:
+    """Return lines of a file where a function reads what an edit took away, and what it reads."""
+    path, generated = folder / name, snapshots.text(folder, name)
+    if generated is None or not path.is_file() or lock.as_generated(folder, name):
+        return []
+    text = path.read_text("utf-8-sig")
+    if "*" in precheck.bound(ast.parse(text)):
+        return []
+    fresh = set(_undefined(text)) - set(_undefined(generated.decode("utf-8")))
+    names = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+    lines = {what: min(node.lineno for node in names if node.id == what) for where, what in fresh if where != _TOP}
+    return sorted((line, f"reads {what}, which nothing defines any more") for what, line in lines.items())
+
+
+def edited_places(folder: Path, lock: Lock) -> list[str]:
+    """Return the classes and functions that the user edited, and the files but for the modeling file."""
+    places: list[str] = []
+    for name in merged_names(lock):
+        if (folder / name).is_file() and not lock.as_generated(folder, name):
+            changes = differences.statistics(generated_like_yours(folder, lock, name), original.text_of(folder / name))
+            places += [change.where for change in changes] if name == lock.modeling else [name][: len(changes)]
+    return places
 
 
 def check_importable(folder: Path, lock: Lock) -> None:

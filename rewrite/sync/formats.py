@@ -10,25 +10,50 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import rewrite
-from rewrite.delivery import json_report
-from rewrite.sync import rebuild
-from rewrite.sync.package_check import KINDS, Finding, Place
+from rewrite.delivery import acceptance, json_report
+from rewrite.package.lock import read_lock
+from rewrite.sync import edits, rebuild
+from rewrite.sync.package_check import CANNOT_TELL, KINDS, Finding, Place
+from rewrite.typed import typed
 
 Found = Mapping[str, Sequence[Finding]]
 """Findings by package, in the order in which they are said."""
-NOT_BY_SYNC = frozenset({"stale-verification", "broken-edit", "edited-alone", "conflict", "not-readable"})
+NOT_BY_SYNC = frozenset(
+    {"stale-verification", "broken-edit", "edited-alone", "conflict", "not-readable", "edited-runtime", CANNOT_TELL}
+)
 """Kinds of findings that a sync alone does not end; their messages say what does."""
-HINT = "`rewrite sync DIR` makes a package anew and keeps your edits"
+MOST_EDITS = 4
+"""Edited places that a line names."""
 
 
-def as_text(found: Found) -> str:
-    """Return one line a package."""
-    lines = [
-        f"out of date {folder}: {'; '.join(f.message for f in several)}" if several else _green(folder)
-        for folder, several in found.items()
-    ]
-    mended = any(finding.kind not in NOT_BY_SYNC for several in found.values() for finding in several)
-    return "\n".join([*lines, *([HINT] if mended else [])]) + "\n"
+def as_text(found: Found, asked: str | None = None) -> str:
+    """Return one line a package, and how to make those anew that are out of date.
+
+    Args:
+        found: the findings.
+        asked: which transformers they were compared with, as the user named it; None is the installed one.
+    """
+    lines = [_line(folder, several) for folder, several in found.items()]
+    stale = [folder for folder, several in found.items() if {finding.kind for finding in several} - NOT_BY_SYNC]
+    if stale:
+        options = () if asked is None else ("--transformers", asked)
+        lines.append(
+            f"to make {'it' if len(stale) == 1 else 'them'} anew with your edits: {typed('sync', *stale, *options)}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def exit_code(found: Found) -> int:
+    """Return 1 if a package is out of date, else 2 if of one nobody can tell, else 0."""
+    kinds = {finding.kind for several in found.values() for finding in several}
+    return 1 if kinds - {CANNOT_TELL} else 2 if kinds else 0
+
+
+def _line(folder: str, several: Sequence[Finding]) -> str:
+    if not several:
+        return _green(folder)
+    state = "cannot tell" if {finding.kind for finding in several} == {CANNOT_TELL} else "out of date"
+    return f"{state} {folder}: {'; '.join(finding.message for finding in several)}"
 
 
 def wrapped(text: str, width: int) -> str:
@@ -75,7 +100,6 @@ def as_github(found: Found) -> str:
 
 
 FORMATS: Mapping[str, Callable[[Found], str]] = {
-    "text": as_text,
     "json": as_json,
     "sarif": as_sarif,
     "github": as_github,
@@ -84,9 +108,14 @@ FORMATS: Mapping[str, Callable[[Found], str]] = {
 
 def _green(folder: str) -> str:
     """Return what is said of a package that is as it would be made now: nobody may read of it that it was verified."""
-    if rebuild.is_verified(Path(folder)):
-        return f"up to date  {folder}"
-    return f"unverified  {folder}: never verified (rewrite verify {folder})"
+    places = edits.edited_places(Path(folder), read_lock(Path(folder)))
+    shown = places if len(places) <= MOST_EDITS else [*places[:MOST_EDITS], f"{len(places) - MOST_EDITS} more"]
+    edited = f"your edits in {', '.join(shown)}"
+    if not rebuild.is_verified(Path(folder)):
+        never = f"never verified ({typed('verify', folder)})"
+        return f"unverified  {folder}: {f'{edited}, ' if places else ''}{never}"
+    how = "accepted" if (Path(folder) / acceptance.NAME).is_file() else "verified"
+    return f"up to date  {folder}{f': {edited}, {how}' if places else ''}"
 
 
 def _result(finding: Finding) -> dict[str, Any]:

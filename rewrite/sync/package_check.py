@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rewrite.errors import (
+    MissingTransformers,
     NotAPackage,
     NothingToRewrite,
     RewriteError,
@@ -26,15 +27,18 @@ from rewrite.source.resolve import LOCK_NAME, Source
 from rewrite.sync import edits, lines, merge, rebuild, runtime_names, second_forms
 from rewrite.sync.rebuild import Renewal
 from rewrite.sync.site_changes import RuleChange
+from rewrite.typed import typed
 
+CANNOT_TELL = "original-not-found"
 KINDS = {
+    CANNOT_TELL: "There is no transformers to compare with: neither up to date nor out of date.",
     "transformers-moved": "The original is not the one that the package was made from.",
     "runtime-moved": "Another hf-rewrite-runtime is installed than the one that the package was made with.",
     "tool-moved": "Another version of hf-rewrite makes another package.",
     "edited-runtime": "A generated file other than the modeling file was edited; a sync would not merge that.",
     "edited-import": "An edit imports of the runtime what is not there, or will not be after a sync.",
     "lost-match": "A rule no longer rewrites a place that is still there.",
-    "broken-edit": "A file that was edited is no Python any more, or names what is not there: it does not import.",
+    "broken-edit": "A file that was edited is no Python any more, or names what is not there.",
     "edited-alone": "One of two methods that have to compute the same was edited, and that was not verified.",
     "conflict": "A merge was not finished.",
     "stale-verification": "The package is not as it was when it was verified, or the verification failed.",
@@ -103,11 +107,14 @@ def _findings(folder: Path, lock: Lock, library: Installed | None, full: bool) -
     conflicts = list(_conflicts(folder, lock))
     yield from conflicts
     yield from _files(folder, lock)
-    yield from _runtime(folder, lock)
+    yield from _runtime(folder, lock, library)
     yield from _imports(folder, lock)
     try:
         source = rebuild.source_of(folder, lock, library=library)
         moved = rebuild.moved(lock, source)
+    except MissingTransformers as error:
+        yield _finding(CANNOT_TELL, str(error), folder / LOCK_NAME)
+        source = None
     except RewriteError as error:  # gone, unreadable, or no original at all: in words, and the other packages go on
         yield _finding("transformers-moved", str(error), folder / LOCK_NAME)
         source = None
@@ -119,6 +126,11 @@ def _findings(folder: Path, lock: Lock, library: Installed | None, full: bool) -
         yield from _pin(folder, lock, source)
     if any(finding.kind == "broken-edit" for finding in conflicts):
         return  # which nothing could verify
+    for name in () if conflicts else edits.merged_names(lock):
+        for line, said in edits.reads_nothing(folder, lock, name):
+            yield _finding(
+                "broken-edit", f"{name}:{line} {said}: mend it, or {typed('undo', folder)}", folder / name, line
+            )
     stale = rebuild.stale_verdict(folder, lock)
     if stale is not None:
         yield _finding("stale-verification", stale, folder / VERDICT_NAME)
@@ -130,7 +142,7 @@ def _edited_alone(folder: Path, lock: Lock) -> Iterator[Finding]:
     path, generated = folder / lock.modeling, snapshots.text(folder, lock.modeling)
     if path.is_file() and generated is not None:
         for one in second_forms.edited_alone(generated.decode("utf-8"), path.read_text("utf-8-sig")):
-            message = f"{path.name}:{one.line} {one}: edit both, then rewrite verify {folder}"
+            message = f"{path.name}:{one.line} {one}: edit both, then {typed('verify', folder)}"
             yield _finding("edited-alone", message, path, one.line)
 
 
@@ -139,7 +151,7 @@ def _conflicts(folder: Path, lock: Lock) -> Iterator[Finding]:
     for name in edits.merged_names(lock):
         copy = folder / f"{name}.conflict"
         if copy.is_file():
-            message = f"{copy.name} waits to be resolved: rewrite sync {folder} --resolved {copy}"
+            message = f"{copy.name} waits to be resolved: {typed('sync', folder, '--resolved', copy)}"
             yield _finding("conflict", message, folder / name)
         path = folder / name
         line = merge.marked_line(path.read_text("utf-8", "replace")) if path.is_file() else None
@@ -147,7 +159,7 @@ def _conflicts(folder: Path, lock: Lock) -> Iterator[Finding]:
             yield _finding("conflict", f"{name} has conflict markers in line {line}", path, line)
         elif name in broken:
             number, said = broken[name]
-            message = f"{name}:{number} {said}: mend it, or rewrite undo {folder}"
+            message = f"{name}:{number} {said}: mend it, or {typed('undo', folder)}"
             yield _finding("broken-edit", message, path, number)
 
 
@@ -160,7 +172,7 @@ def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
         if path.is_symlink() or any((folder / above).is_symlink() for above in list(Path(name).parents)[:-1]):
             yield _finding("not-reproducible", f"{name} is a link", folder / LOCK_NAME)
         elif not path.is_file() and name in edits.merged_names(lock):
-            message = f"{name} is missing: rewrite undo {folder} puts it back"
+            message = f"{name} is missing: {typed('undo', folder)} puts it back"
             yield _finding("not-readable", message, folder / LOCK_NAME)
         elif not path.is_file():
             yield _finding("not-reproducible", f"{name} is missing", folder / LOCK_NAME)
@@ -170,7 +182,8 @@ def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
             else:
                 own = rebuild.own_runtime(lock).get(name, b"")
                 text = own.decode("utf-8") if sha256(own) == digest else None
-                message = f"{name} was edited; a sync does not merge that (`rewrite sync --help`, --replace)"
+                drop = typed("sync", folder, "--replace", name)
+                message = f"{name} was edited; a sync does not merge that, and drops it by: {drop}"
                 yield Finding("edited-runtime", message, _changed_places(path, text))
 
 
@@ -194,13 +207,18 @@ def _imports(folder: Path, lock: Lock) -> Iterator[Finding]:
             yield _finding("edited-import", f"{name}, line {one.line}, {one.said}", path, one.line)
 
 
-def _runtime(folder: Path, lock: Lock) -> Iterator[Finding]:
-    """Compare the runtime that the package was made with and the one that this tool is of."""
+def _runtime(folder: Path, lock: Lock, library: Installed | None) -> Iterator[Finding]:
+    """Compare the runtime that the package was made with and the one that this tool is of.
+
+    What mends it keeps the transformers that the package was made from: another is another question.
+    """
     version, digest = vendored_files.runtime()
     if lock.options.vendored or lock.runtime in (Runtime("", ""), Runtime(version, digest)):
         return
     now = version if version != lock.runtime.version else f"another {version}"
-    message = f"made with hf-rewrite-runtime {lock.runtime.version}, now {now}: rewrite sync {folder}"
+    made = lock.source.transformers if lock.source.module is not None else None
+    same = ("--transformers", made) if made is not None and library is not None and library.version != made else ()
+    message = f"made with hf-rewrite-runtime {lock.runtime.version}, now {now}: {typed('sync', folder, *same)}"
     yield _finding("runtime-moved", message, folder / LOCK_NAME)
 
 
@@ -258,7 +276,7 @@ def _pin(folder: Path, lock: Lock, source: Source) -> Iterator[Finding]:
     if pin is not None and pin.version not in (source.transformers_version, lock.source.transformers):
         message = (
             f"{pin.path.name} pins transformers {pin.version}, the package was made from "
-            f"{lock.source.transformers}: rewrite sync {folder} --transformers {pin.version}"
+            f"{lock.source.transformers}: {typed('sync', folder, '--transformers', pin.version)}"
         )
         yield _finding("other-pin", message, pin.path, pin.line)
 

@@ -21,6 +21,7 @@ from rewrite.source.resolve import Source
 from rewrite.sync.site_changes import RuleChange, rule_changes
 from rewrite.transform import Transform
 from rewrite.transforms import select
+from rewrite.typed import typed
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def moved(lock: Lock, source: Source) -> list[str]:
         NeighbourMissing, RelativeImport: if the original imports what does not lie beside it.
     """
     files = {lock.source.path: source.sha256}
-    if source.module is None:
+    if source.imported_as is None:
         files |= {file.name: file.sha256 for file in neighbours.of(source.path, source.text)}
     return sorted(name for name in {*files, *lock.upstream} if files.get(name) != lock.upstream.get(name))
 
@@ -155,21 +156,21 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
         many = f"{len(raised)} checks" if len(raised) > 1 else "a check"
         return f"{VERDICT_NAME} says that {many} could not run, which cannot be accepted: {raised[0]}"
     if not verdict.passed and accepted is not None:
-        return f"the package is not as it was when `{accepted.reason}` was accepted: rewrite verify {folder}"
+        return f"the package is not as it was when `{accepted.reason}` was accepted: {typed('verify', folder)}"
     if not verdict.passed:
-        return f"{VERDICT_NAME} says that the verification failed: mend it, or rewrite accept {folder} --reason TEXT"
+        return f"{VERDICT_NAME} says that the verification failed: mend it, or {typed('accept', folder)} --reason TEXT"
     if not verdict.quick_passed:
-        return f"{VERDICT_NAME} says that a later quick verification failed: rewrite verify {folder}"
+        return f"{VERDICT_NAME} says that a later quick verification failed: {typed('verify', folder)}"
     if verdict.original["sha256"] != lock.source.sha256:
-        return f"the original has changed since it was verified: rewrite verify {folder}"
+        return f"the original has changed since it was verified: {typed('verify', folder)}"
     version, digest = vendored_files.runtime()
     if not lock.options.vendored and verdict.runtime["sha256"] != digest:
-        return f"it was verified with another hf-rewrite-runtime than this {version}: rewrite verify {folder}"
+        return f"it was verified with another hf-rewrite-runtime than this {version}: {typed('verify', folder)}"
     if changed is None:
         return None
     if changed in verdict.covers and (folder / changed).exists():
-        return f"{changed} has changed since it was verified: rewrite verify {folder}"
-    return f"{changed} was not there when it was verified, or is not now: rewrite verify {folder}"
+        return f"{changed} has changed since it was verified: {typed('verify', folder)}"
+    return f"{changed} was not there when it was verified, or is not now: {typed('verify', folder)}"
 
 
 def is_verified(folder: Path) -> bool:

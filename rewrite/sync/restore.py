@@ -16,6 +16,7 @@ from rewrite.package.lock import Lock, read_lock, sha256
 from rewrite.source.resolve import LOCK_NAME
 from rewrite.sync import edits, rebuild
 from rewrite.sync.eject_package import unguarded
+from rewrite.typed import typed
 
 UNDONE = ".undone"
 
@@ -35,9 +36,10 @@ def undo(folder: Path) -> list[str]:
         return []
     texts = {name: _generated(folder, lock, name) for name in edited}
     if lost := [name for name, text in texts.items() if text is None]:
+        replaced = typed("sync", folder, *(word for name in lost for word in ("--replace", name)))
         raise RewriteError(
             f"the generated text of {', '.join(lost)} in {folder} is nowhere to be had: this version of hf-rewrite "
-            "has another. Take it from version control, or drop the edits with `rewrite sync --replace`. Nothing was "
+            f"has another. Take it from version control, or drop the edits: {replaced}. Nothing was "
             "changed."
         )
     files = {name: (folder / name).read_bytes() for name in lock.files if name not in edited}

@@ -13,6 +13,7 @@ from rewrite.errors import AcceptanceNotReadable, VerdictNotReadable
 from rewrite.package import output
 from rewrite.package.lock import Lock
 from rewrite.sync import rebuild
+from rewrite.typed import typed
 
 MOST_CHARACTERS = 60_000
 """GitHub refuses a comment of more than 65,536."""
@@ -39,7 +40,7 @@ def markdown(folder: Path, lock: Lock, before: str, after: str) -> str:
         room -= len(part)
         parts.append(part)
     if left_out:
-        parts.append(f"Too long for a comment: {', '.join(left_out)} (`rewrite diff {folder}` shows them).\n")
+        parts.append(f"Too long for a comment: {', '.join(left_out)} (`{typed('diff', folder)}` shows them).\n")
     return "\n".join([head, *parts])
 
 

@@ -18,6 +18,7 @@ from rewrite.source.resolve import LOCK_NAME
 from rewrite.sync import edits, merge, rebuild
 from rewrite.sync.rebuild import Renewal
 from rewrite.sync.site_changes import RuleChange
+from rewrite.typed import again, typed
 
 VIEWS = ("upstream", "rewritten", "edits")
 """What `--show` shows: the original old → new, the generated text old → new, your edits."""
@@ -84,10 +85,9 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
         screen.line("written", "nothing: the package is up to date")
         return Result(0, rules=renewed.rules)
     if lost := [rule for rule in renewed.lost if rule not in wish.accepted]:
-        options = " ".join(f"--accept {rule}" for rule in lost)
         raise RewriteError(
             f"{folder} was left as it is: {', '.join(lost)} lost a place (above). To go on without: "
-            f"rewrite sync {folder} {options}"
+            f"{_again(folder, '--accept', lost)}"
         )
     try:
         merged = edits.with_edits(folder, lock, renewed.package, wish.resolved)
@@ -159,10 +159,12 @@ def _conflict(screen: Screen, folder: Path, conflicts: Mapping[str, str], renewe
             for copy, text in zip(copies, conflicts.values(), strict=True):
                 output.write_beside(copy, text.encode("utf-8"))
     screen.problem("written", "nothing: your edits and the new text change the same lines")
-    again = " ".join(f"--resolved {_quoted(copy)}" for copy in copies)
+    if wish.dry_run:
+        screen.problem("", f"what to resolve is written by: {_again(folder, '--resolved', ())}")
+        return Result(1, rules=renewed.rules, conflicts=tuple(conflicts))
     for copy in copies:
         screen.problem("conflict", f"in {copy} take out the markers: yours, generated last, generated now")
-    screen.problem("", f"then: rewrite sync {_quoted(folder)} {again}")
+    screen.problem("", f"then: {_again(folder, '--resolved', copies)}")
     return Result(1, rules=renewed.rules, conflicts=tuple(conflicts))
 
 
@@ -173,10 +175,9 @@ def _check_edits(folder: Path, lock: Lock, package: Package, root: Path | None, 
     edited = [name for name in edited if not name.startswith(f"{KEPT}/")]
     if edited:
         _check_unchanged(folder, lock)
-        options = " ".join(f"--replace {name}" for name in edited)
         raise RewriteError(
             f"{folder} has your edits in {', '.join(edited)}, which sync does not merge. Move them into the modeling "
-            f"file, or drop them: rewrite sync {folder} {options} (each is kept beside the new one as .edited)."
+            f"file, or drop them: {_again(folder, '--replace', edited)} (each is kept beside the new one as .edited)."
         )
     for name, problems in edits.problems(folder, package, root).items():
         raise EditsBroken(folder, name, problems)
@@ -204,7 +205,7 @@ def _require_installed(folder: Path, library: Installed | None) -> None:
         found = f"transformers {installed.version} is" if installed else "none is"
         raise UsageError(
             f"{folder} cannot be verified with transformers {library.version}: {found} installed. "
-            f"Sync without --verify, install transformers {library.version}, then: rewrite verify {folder}"
+            f"Sync without --verify, install transformers {library.version}, then: {typed('verify', folder)}"
         )
 
 
@@ -263,5 +264,7 @@ def _line(site: str) -> str:
     return " ".join(site.split())
 
 
-def _quoted(path: Path) -> str:
-    return f'"{path}"' if " " in str(path) else str(path)
+def _again(folder: Path, option: str, values: Sequence[object]) -> str:
+    """Return the call at hand for one package, written this time, with an option for each value."""
+    words = [word for value in values for word in (option, value)]
+    return again(*words, arguments=(folder,), without=("--dry-run", "--resolved"))

@@ -16,6 +16,7 @@ from .calls.precision import precision_checks, rounding_checks
 from .calls.registered import registered_checks
 from .calls.single_forward import forward_parity, low_precision_forward
 from .configuration.variations import configuration_checks
+from .drawn.drawn_comparison import drawn_checks
 from .generation.cache_name import lost_cache
 from .generation.call_sequences import turn_checks
 from .generation.itself import itself_checks, itself_loop_checks
@@ -64,6 +65,8 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
         else:
             parts = []
         parts.append(Part(partial(talk_checks, bench)))
+        if not bench.options.quick:
+            parts.append(Part(partial(drawn_checks, bench)))
         if bench.options.itself:
             parts.append(Part(partial(itself_loop_checks, bench)))
         if not bench.options.quick:

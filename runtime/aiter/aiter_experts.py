@@ -7,8 +7,8 @@ N tokens, H hidden size, E experts, K experts a token, M intermediate size:
 It sorts on the device and asks nothing of the host. Its kernels check nothing, and for shapes that its table does not
 have it takes forms that were reported to write where they may not (ROCm/aiter issues 2946, 4783, 5049): a fault of
 that kind cannot be caught. So it runs where the user's own table (`AITER_CONFIG_FMOE`, read when aiter is imported)
-has the very shape, in every number of tokens that a release may look it up by. The kernels read weights in an order
-of their own: a copy, which takes the experts' memory once more.
+has the very shape, for the card, in every number of tokens that a release may look it up by. The kernels read weights
+in an order of their own: a copy, which takes the experts' memory once more.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..core import aiter_probe
+from ..launching import launch
 from . import aiter_calls
 from .aiter_gemm import near
 from .aiter_norms import DTYPES
@@ -45,6 +47,9 @@ class _Row(NamedTuple):
     expert: str
     topk: str
     dtype: str
+    cu_num: str
+    """Compute units: releases look up rows by them, and by the chip where a table has a column for it."""
+    gfx: str
 
 
 _UNQUANTISED = {"act_type": "ActivationType.Silu", "q_type": "QuantType.No", "use_g1u1": "1", "doweight_stage1": "0"}
@@ -114,21 +119,26 @@ def _refusal(tokens: Tensor, index: Tensor, weights: Tensor, both: tuple[Tensor,
         return "layout"
     count = tokens.shape[0]
     rows = {_power(count), max(16, min(_power(count), 1024))}  # by the newest releases, and up to 0.1.10
-    wanted = (hidden_size, size, experts, index.shape[1], tokens.dtype)
+    wanted = (hidden_size, size, experts, index.shape[1], tokens.dtype, launch.processors(tokens.device.index))
     known = tuned(os.environ.get(TABLE, ""))
-    there = all(_Row(str(row), *map(str, wanted)) in known for row in rows)
+    chips = ("", aiter_probe.chip(tokens.device))
+    there = all(any(_Row(*map(str, (row, *wanted, chip))) in known for chip in chips) for row in rows)
     return None if there and count <= MOST_TOKENS else "untuned_experts"
 
 
 @functools.lru_cache(maxsize=4)
 def tuned(paths: str) -> frozenset[_Row]:
-    """Return the rows of tables, files separated as in `PATH`, about weights that are not quantised and silu."""
+    """Return the rows of tables, files separated as in `PATH`, about weights that are not quantised and silu.
+
+    Releases do not read the rows that are tagged `flydsl_fallback`.
+    """
     found = set()
     for path in filter(None, paths.split(os.pathsep)):
         if Path(path).is_file():
             with Path(path).open(newline="", encoding="utf-8") as file:
                 for row in csv.DictReader(file):
-                    if all(row.get(name) == value for name, value in _UNQUANTISED.items()):
+                    about = all(row.get(name) == value for name, value in _UNQUANTISED.items())
+                    if about and row.get("_tag") != "flydsl_fallback":
                         found.add(_Row(*(row.get(name) or "" for name in _Row._fields)))
     return frozenset(found)
 

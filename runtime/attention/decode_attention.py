@@ -231,8 +231,10 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
     With few slots every program has one tile, loaded before the query is there; with many it streams. Found in whole
     steps of eleven widths with 512 tokens on an H200, of twelve with 1,024 to 32,768 on an H100
     (`bench/step_tiles.py`, Triton 3.6, 2026-11-26). Where there are no more programs than processors, each has twice
-    the warps. A wave of 64 counts as a warp of 32: with half as many of them a thread holds 212 registers and not 136
-    (compiled for gfx942, Triton 3.6, the shape of Llama 8B).
+    the warps. On AMD, where nothing was measured, they have not: 8 waves of one program share four SIMD units, and its
+    vector instructions and those of the last one's sum took 6.7 µs by the model for gfx942, 4 waves' 3.6 (Llama 8B,
+    1,024 slots, Triton 3.8); nor more parts than there are tiles, nor tiles of 64 slots (11.1 µs, of 32 3.2, 8 rows).
+    Two heads a program, where all programs run at a time, halve what the last one adds up.
     """
     group = heads // kv_heads
     rows = batch * kv_heads
@@ -250,10 +252,16 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
         tiles = rows * -(-capacity // 32)
         if head_dim <= 64 and tiles < programs // 4:
             return Split(group, _splits(twice, capacity, 32), 32, True, 4)
+        if HIP:
+            splits = _splits(twice, capacity, 32)
+            apart = group % 2 == 0 and rows * splits * (group // 2) <= programs
+            return Split(2 if apart else group, splits, 32, True, 4)
         splits = next_power(min(64, twice))
         alone = min(tiles, rows * splits) <= programs // 2
         return Split(group, splits, 32, True, 8 if head_dim > 64 and alone else 4)
     if programs // 32 < rows and group > 1 and capacity <= 4 * programs and head_dim <= 128:
+        if HIP:
+            return Split(group, _splits(max(4, twice // 4), capacity, 64), 32, True, 4)
         return Split(group, _splits(twice, capacity, 64), 128 if head_dim <= 64 else 64, True, 4)
     wanted, slots = _streaming(rows, group, head_dim, programs)
     splits = _splits(max(1, wanted // rows), capacity, slots)

@@ -50,7 +50,8 @@ MOST_ASSISTED = 5
 _Class = TypeVar("_Class")
 
 _KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria, EosTokenCriteria)
-_KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
+_KNOWN_INPUTS = {"attention_mask", "position_ids"}
+_GIVEN_TO_ANY = {"use_cache", "logits_to_keep"}
 _NOT_FOR_THE_MODEL = {"tokenizer", "assistant_tokenizer", "assistant_model", "inputs_tensor"}
 _OWN_INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 _LOOP = {"_prefill"} | {
@@ -159,6 +160,14 @@ class Call:
         return all(map(bool, plain)) if len(plain) < 2 else bool(torch.logical_and(*plain))
 
     @property
+    def ahead(self) -> int:
+        """By how many positions the row that is furthest counts more tokens than there are, as the caller may say."""
+        position_ids = self.inputs.get("position_ids")
+        if position_ids is None or position_ids.dim() != 2 or self.is_unpadded:
+            return 0
+        return max(0, int(position_ids[:, -1].max()) + 1 - length_of(self.cache) - self.input_ids.shape[1])
+
+    @property
     def inputs(self) -> dict[str, Any]:
         """What goes to the model besides the tokens."""
         given = self.model_kwargs.items()
@@ -241,10 +250,12 @@ def own_steps(model: Any) -> bool:
 
 def has_own_inputs(model: Any, call: Call) -> bool:
     """Return whether a step is given more than tokens, a 2D mask and position ids, or in a way of the model's own."""
+    given = {*call.inputs} - {call.cache_name, *_GIVEN_TO_ANY}
     return (
         own_steps(model)
         or call.cache_name != cache_argument.passed_on()
-        or not set(call.inputs) <= {call.cache_name, *_KNOWN_INPUTS}
+        or not given <= _KNOWN_INPUTS
+        or not given <= {*inspect.signature(model.forward).parameters}  # which hands them on among its keywords
     )
 
 

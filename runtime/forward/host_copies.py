@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .known_numbers import KnownNumbers
+
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 """Make a tensor of what the host holds."""
 _MOVES = {Tensor.to, Tensor.cuda, Tensor.type_as}
@@ -55,24 +57,36 @@ class HostCopies(TorchFunctionMode):
         self._copies: list[_Copy] = []
         self._next = 0
         self._watches: bool | None = None
+        self._numbers = KnownNumbers(device)
 
     def __bool__(self) -> bool:
         return bool(self._copies)
 
     def __enter__(self) -> HostCopies:
         self._next, self._watches = 0, self._watches is None
+        self._numbers.begin()
         super().__enter__()
         return self
+
+    def __exit__(self, *given: Any) -> None:
+        super().__exit__(*given)
+        self._numbers.begin()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function of torch."""
         given = dict(kwargs or {})
+        is_known, number = self._numbers.read(func, args, given)
+        if is_known:
+            return number
         copied = self._copied(func, args, given)
-        if copied is None:
-            return func(*args, **given)
-        return func(*args, **given) if self._watches else copied()
+        result = func(*args, **given) if copied is None or self._watches else copied()
+        if copied is not None and func not in _READS:
+            self._numbers.add(result)
+        else:
+            self._numbers.follow(func, args, given, result)
+        return result
 
     def _copied(
         self, func: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]

@@ -44,6 +44,8 @@ class CallGraphs:
         self._model, self._call, self._store, self._plan = model, call, store, plan
         self._sampling, self._dynamic = sampling, dynamic
         self._drafts = sampling is not None and sampling.lookup is not None
+        self.held: DecodeGraph | None = None
+        """The graph that holds the text."""
         self._in_16_bits = "drafts" if self._drafts else "ranks" if plan.ranks is not None else ""
 
     def first(self) -> DecodeGraph:
@@ -55,7 +57,10 @@ class CallGraphs:
         for key in (None, None if self._sampling is None else self._sampling.key):
             if key in self._store.refused:
                 raise Unsupported(self._store.refused[key].reason)
-        room = min(self._call.steps - 1, FIRST_ROOM)
+        ahead = self._call.ahead
+        if ahead and self._call.steps - 1 + ahead > FIRST_ROOM:  # a step has rotary tables for its cache's slots alone
+            raise Unsupported("position_ids")
+        room = min(self._call.steps - 1, FIRST_ROOM) + ahead
         if self._sampling is not None and self._drafts:
             room += width_of(self._sampling)
         needed = length_of(self._dynamic) + self._call.input_ids.shape[1] + room
@@ -72,6 +77,7 @@ class CallGraphs:
             if not graph.validator.has_proved:
                 self._store.drop(graph)
             raise Unsupported("cache_contents") from error
+        self.held = graph
         return graph
 
     def larger(self, graph: DecodeGraph, room: int) -> DecodeGraph:
@@ -80,6 +86,7 @@ class CallGraphs:
         larger = self._find(capacity + min(room, capacity))
         larger.cache.clear()
         larger.take_over(graph)
+        self.held = larger
         self._store.drop(graph)
         return larger
 

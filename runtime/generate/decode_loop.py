@@ -8,6 +8,8 @@ Reading from the start: `README.md`.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,6 +50,7 @@ class DecodeLoop:
         self.drafting = Drafting(model, call, plan, sampling, self.graphs) if drafts else None
         self.prompt = CallPrefill(model, call, self.sampling, self.graphs, self.drafting)
         self.loading: CompilerLoading | None = None
+        self.progress: Progress | None = None
 
     def run(self, assistant: Any = None) -> Any:
         """Generate; with drafts of an assistant whose graphs the caller holds.
@@ -69,18 +72,37 @@ class DecodeLoop:
                 best = logits.argmax(-1)
                 program = self._proved(graph, best, assistant)
         # From here on tokens are drawn and streamed: there is no way back.
-        progress = self._begin(graph, self._first_token(logits, best))
-        if program is None:
-            graph, program = self._decode_plainly(graph, progress)
-        if self.drafting is not None:
-            assert isinstance(program, Program)
-            graph = self.drafting.decode(graph, program, progress.reader, self.output.keep)
-        else:
-            graph = self._decode(graph, program, progress)
+        with self._left_behind():
+            progress = self.progress = self._begin(graph, self._first_token(logits, best))
+            if program is None:
+                graph, program = self._decode_plainly(graph, progress)
+            if self.drafting is not None:
+                assert isinstance(program, Program)
+                graph = self.drafting.decode(graph, program, progress.reader, self.output.keep)
+            else:
+                graph = self._decode(graph, program, progress)
         finished = self.output.finish(graph, progress.reader, progress.start, self.drafting is not None)
         if plainly and graph.validator.has_proved and progress.start == self.call.input_ids.shape[1]:
             self._capture_prompt(graph)
         return finished
+
+    @contextlib.contextmanager
+    def _left_behind(self) -> Iterator[None]:
+        """Where a caller's streamer or criterion raises in the block, leave cache and generator as transformers' loop.
+
+        That has read the tokens up to the one before that was made last.
+        """
+        try:
+            yield
+        except BaseException:
+            graph, progress = self.graphs.held, self.progress
+            assert graph is not None
+            length = graph.cache.length
+            if progress is not None and progress.reader.count:
+                length = progress.start + progress.reader.count - 1
+                progress.restore()
+            self.output.leave(graph, length, self.drafting is not None)
+            raise
 
     def _has_head_start(self, graph: DecodeGraph) -> bool:
         """Return whether the first tokens are chosen without kernels."""

@@ -46,7 +46,7 @@ REASONS = {
     "window": "the text may grow beyond a sliding window, which the model's cache keeps to and its masks do not have",
     "inputs": "what the model's loop gives its forward does not follow from what it gave for the token before",
     "attention_mask": "the mask is no left padding of all that was seen, or a step would read padding in another way",
-    "position_ids": "position ids that are not of one token a column",
+    "position_ids": "position ids that are not of one token a column, or count more tokens than a cache has room for",
     "outputs": "attentions or hidden states are wanted",
     "logits_processor": "a logits processor needs the host, or is not one of transformers' own",
     "processor_needs_ids": "a logits processor reads tokens of which the call gives only the last",

@@ -62,15 +62,20 @@ class ReplayedModel:
         keywords = dict(call.model_kwargs)
         if loop is GenerationMixin._sample:  # a search with beams streams nothing
             keywords["streamer"] = call.streamer
-        found = loop(
-            self,
-            call.input_ids,
-            logits_processor=call.processors,
-            stopping_criteria=call.criteria,
-            generation_config=call.config,
-            synced_gpus=call.synced_gpus,
-            **keywords,
-        )
+        try:
+            found = loop(
+                self,
+                call.input_ids,
+                logits_processor=call.processors,
+                stopping_criteria=call.criteria,
+                generation_config=call.config,
+                synced_gpus=call.synced_gpus,
+                **keywords,
+            )
+        except BaseException:  # of a caller's processor, say
+            if self._graph is not None:
+                self._output.leave(self._graph, self._graph.cache.length)
+            raise
         assert self._graph is not None
         self._output.leave(self._graph, self._graph.cache.length)
         if call.config.return_dict_in_generate:

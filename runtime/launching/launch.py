@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import inspect
 import subprocess
@@ -122,11 +123,21 @@ def options(chip: Target, dot: bool) -> dict[str, int]:
     AMD's keeps subnormals, which weights in 4 bits are read as (`linear.blocks`). `waves_per_eu` is left to it, so
     that it aims at the most waves that the registers allow. A kernel with products (`dot`) gets 16 x 16 matrix
     instructions, since its tiles have 16 rows; before gfx950 two of their inner steps share one read of shared memory.
+    Not with Triton 3.4 (nor 3.5, which was not tried): where a product has one inner step, of 16, it multiplies other
+    numbers (attention over tiles of 16 slots, 16 rotated columns; executed on an emulator of gfx942).
     """
     if chip.backend != "hip":
         return {"enable_fp_fusion": True}
     given = {"enable_fp_fusion": True, "allow_flush_denorm": False, "waves_per_eu": 0}
-    return given | ({"matrix_instr_nonkdim": 16, "kpack": 1 if chip.arch == "gfx950" else 2} if dot else {})
+    return given | (
+        {"matrix_instr_nonkdim": 16, "kpack": 1 if chip.arch == "gfx950" or _before_3_6() else 2} if dot else {}
+    )
+
+
+@functools.cache
+def _before_3_6() -> bool:
+    """Return whether the installed Triton is 3.4 or 3.5."""
+    return importlib.metadata.version("triton").startswith(("3.4.", "3.5."))
 
 
 _pretended: Target | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +46,19 @@ REASONS = {
     "capturing": "a graph was being captured at the first call, when nothing may be allocated",
 }
 
+_ALIGNED = 16
+"""Elements: the outputs before a slice are a multiple of that, so that kernels may load it in whole vectors."""
+
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A product of an input, a weight and a bias, as `F.linear` takes them."""
 _PLAIN = (Tensor, nn.Parameter)
 
 OF_THE_CALL = {"gradient", "not_a_tensor", "watched", "traced", "autocast", "shared_storage", "capturing"}
 """The reasons that another call may not have."""
+
+_Kind = TypeVar("_Kind", bound=type[nn.Linear])
+_casting: weakref.WeakKeyDictionary[type[nn.Module], tuple[Any, bool]] = weakref.WeakKeyDictionary()
+"""The classes that a file marks, each with the `forward` that it had then, and whether that adds the bias."""
 
 _packed_once: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """First projections of those that lie in one memory, or cannot: a graph to come finds them so. Each with the address
@@ -76,6 +84,26 @@ def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
         if not (isinstance(packed, str) and packed in OF_THE_CALL):
             _packed_once[projections[0]] = _address(projections[0])
     return multiplied(input, projections, F.linear, _operator)
+
+
+def packed_linear_dense(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
+    """Return what `packed_linear` does, where something may ask the results how they lie.
+
+    One row is one product: its slices are contiguous, and begin where a tensor of their own could. Several rows would
+    have to be copied apart, which costs what one product gains: they are as many products as projections.
+
+    Args:
+        input: `[N, I]`.
+        projections: two or more `nn.Linear(I, O_i)`; biases may differ.
+
+    Returns:
+        One contiguous `[N, O_i]` for each projection.
+    """
+    one_row = isinstance(input, Tensor) and input.shape[:-1].numel() == 1
+    if one_row and all(getattr(projection, "out_features", 1) % _ALIGNED == 0 for projection in projections):
+        # of sizes of one no stride matters but to who asks: these are those of a tensor of its own
+        return tuple(part.reshape(-1).view(part.shape) for part in packed_linear(input, *projections))
+    return tuple(projection(input) for projection in projections)
 
 
 def multiplied(
@@ -116,6 +144,30 @@ def _separately(input: Tensor, projections: Sequence[nn.Module], reason: str) ->
     return tuple(projection(input) for projection in projections)
 
 
+def casts_weight(*, bias: bool) -> Callable[[_Kind], _Kind]:
+    """Mark a class whose `forward` is `F.linear(x, self.weight.to(x.dtype))`, with the bias cast and added or not.
+
+    Such a class keeps weights in fp32 and multiplies in the dtype of the activations.
+    """
+
+    def mark(kind: _Kind) -> _Kind:
+        _casting[kind] = kind.forward, bias
+        return kind
+
+    return mark
+
+
+def is_linear_for(input: Tensor, projection: nn.Module) -> bool:
+    """Whether a projection of a marked class computes what an `nn.Linear` of its parameters would, for this input."""
+    forward, adds_bias = _casting.get(type(projection), (None, False))
+    if forward is None or type(projection).forward is not forward:
+        return False
+    weight, bias = (projection._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or weight.dtype != input.dtype:
+        return False
+    return bias is None or (adds_bias and bias.dtype == input.dtype)
+
+
 def unsafe(
     input: Tensor, projections: Sequence[nn.Module], classes: tuple[type[nn.Module], ...] = (nn.Linear,)
 ) -> str | None:
@@ -132,7 +184,7 @@ def unsafe(
     if backend.autocasts(input.device.type):
         return "autocast"
     for projection in projections:
-        if type(projection) not in classes:
+        if type(projection) not in classes and not (nn.Linear in classes and is_linear_for(input, projection)):
             return "not_linear"
         if backend.observed(projection):
             return "observed"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
-from rewrite import cli
+from rewrite import cli, program
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,17 @@ captured: pytest.CaptureFixture[str] = None  # type: ignore[assignment]
 
 def rewrite(*args: object) -> Outcome:
     """Run `rewrite` in this process, and return what it printed."""
+    return _captured(lambda: cli.run([str(arg) for arg in args]))
+
+
+def tool(name: str, *args: object) -> Outcome:
+    """Run `python -m rewrite.NAME` in this process, and return what it printed."""
+    command = getattr(importlib.import_module(f"rewrite.{name}.__main__"), name)
+    return _captured(lambda: program.run(command, f"python -m rewrite.{name}", [str(arg) for arg in args]))
+
+
+def _captured(work: Callable[[], int]) -> Outcome:
     captured.readouterr()
-    code = cli.run([str(arg) for arg in args])
+    code = work()
     out, err = captured.readouterr()
     return Outcome(code, out, err)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Outcome, rewrite
+from command_line import Outcome, rewrite, tool
 from kept_verdicts import keep
 
 MISSING = """
@@ -31,45 +32,107 @@ def fails(done: Outcome, code: int, *parts: str) -> None:
         assert part in done.err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (("lama", "--out", "o"), ("did you mean llama",)),
-        (("llama",), ("--out DIR is missing",)),
-        (("", "--out", "o"), ("MODEL is empty",)),
-        (("./nowhere", "--out", "o"), ("no model './nowhere': there is no such file or folder",)),
-        (("verfy", "out"), ("did you mean `rewrite verify`?",)),
-        (("chek",), ("did you mean `rewrite check`?",)),
-        (("Snyc", "--out", "o"), ("did you mean `rewrite sync`?",)),
-        (("llama", "--otu", "o"), ("Did you mean", "--out")),
-        (("llama", "--out", "o", "--transformers", "nowhere"), ("no transformers 'nowhere'",)),
-        (("llama", "--out", "o", "--frob"), ("--frob",)),
-        (("llama", "--out", "o", "--only", "fuse_qvk"), ("did you mean fuse_qkv",)),
-        (("llama", "--out", "o", "--no-verify", "--device", "cuda"), ("drop --no-verify",)),
-        (("modeling_none.py", "--out", "o"), ("there is no such file",)),
-        (("explain", "nothing"), ("no transform 'nothing'",)),
-        (("llama", "--out", "o", "--dtype", "float3"), ("'float3'",)),
-        (("diff", "nowhere"), ("there is no such folder",)),
-        (("diff", "."), ("it has no rewrite.lock",)),
-        (("verify",), ("rewrite verify --help",)),
-        (("bench", "nowhere"), ("no model 'nowhere'",)),
-        (("tune", "nowhere"), ("nowhere is not a rewritten package",)),
-        (("tune", ".", "--batch", "0"), ("numbers from 1 with commas", "--batch")),
-        (("bench", "."), ("it has no rewrite.lock",)),
-        (("bench", "llama", "--batch", "1,x"), ("numbers from 1 with commas", "--batch")),
-        (("bench", "llama", "--device", "nonsense"), ("'nonsense'",)),
-        (("check", "modeling_tiny.py"), ("modeling_tiny.py is not a rewritten package: it is a file",)),
-        (("compile", ".", "--target", "H100"), ("it has no rewrite.lock",)),
-        (("sweep", "llama", "--against", "modeling_tiny.py"), ("is no table of `rewrite sweep --json`",)),
-        (("sweep", "llama", "--beside", "modeling_tiny.py"), ("is no table of `rewrite sweep --json`",)),
-        (("llama", "--out", "o", "--json", "nowhere/r.json"), ("there is no folder nowhere", "--json")),
-        (("models", "zzzzzz"), ("no model 'zzzzzz'",)),
-        (("completion", "tcsh"), ("'tcsh'",)),
-    ],
-)
-def test_usage(here: Path, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
-    fails(rewrite(*arguments), 2, *parts)
+BAD = """
+rewrite lama --out o | did you mean llama
+rewrite LlamaForCausalML --out o | did you mean LlamaForCausalLM
+rewrite transformers.models.lama --out o | did you mean llama
+rewrite json --out o | it is no model type or class
+rewrite org/name/x --out o | no model 'org/name/x'
+rewrite https://huggingface.co/a/b --out o | is named ORG/NAME, without the address
+rewrite ./nowhere --out o | no model './nowhere': there is no such file or folder
+rewrite modeling_none.py --out o | there is no such file
+rewrite .. --out o | it has no config.json
+rewrite '' --out o | MODEL is empty
+rewrite --out o | Missing argument 'MODEL'
+rewrite llama | --out DIR is missing
+rewrite llama ./x | the folder stands behind --out: rewrite llama --out ./x (
+rewrite llama './x y' --quick | rewrite llama --quick --out './x y' (
+rewrite llama --out o x | 'x' is one word too many: a rewrite takes one MODEL
+rewrite llama --out | '--out' requires an argument
+rewrite llama --otu o | '--out'?
+rewrite llama --out modeling_tiny.py | modeling_tiny.py is a file
+rewrite llama --out modeling_tiny.py/sub | cannot lie in modeling_tiny.py, which is a file
+rewrite llama --out . | the folder you are in
+rewrite llama --out / | the root of the file system
+rewrite llama --out ~ | your home folder
+rewrite llama --out o --frob | No such option '--frob'
+rewrite llama --out o --only fuse_qvk | did you mean fuse_qkv
+rewrite llama --out o --with fuse_qvk | did you mean fuse_qkv
+rewrite llama --out o --skip nothing | no transform 'nothing': known: batch
+rewrite llama --out o --only | '--only' requires an argument
+rewrite llama --out o --transformers nowhere | no transformers 'nowhere'
+rewrite llama --out o --revision main | --revision is for a model on the Hub
+rewrite llama --out o --no-verify --device cpu | drop --no-verify
+rewrite llama --out o --device nonsense | device 'nonsense' cannot be used
+rewrite llama --out o --device cuda:99 | device 'cuda:99' cannot be used
+rewrite llama --out o --dtype float3 | 'float3'
+rewrite llama --out o --seed x | Invalid value for '--seed'
+rewrite llama --out o --seed -1 | -1 is not in the range
+rewrite llama --out o --weights nowhere | cannot use the checkpoint nowhere
+rewrite llama --out o --diff=sideways | 'sideways' is not one of 'unified'
+rewrite llama --out o --commit --dry-run | which of them?
+rewrite llama --out o --commit --no-verify | it lies in no git repository
+rewrite llama --out o --json nowhere/r.json | there is no folder nowhere
+rewrite llama --out o --json . | File '.' is a directory
+rewrite --frob | No such option '--frob'
+rewrite verfy out | did you mean `rewrite verify`?
+rewrite chek | did you mean `rewrite check`?
+rewrite Snyc --out o | did you mean `rewrite sync`?
+rewrite verify | rewrite verify --help
+rewrite verify nowhere | there is no such folder
+rewrite verify a b c | give one package, or two files or packages
+rewrite verify modeling_tiny.py | it is a file
+rewrite diff | Missing argument 'DIR'
+rewrite diff nowhere | there is no such folder
+rewrite diff . | it has no rewrite.lock
+rewrite diff . --format xml | 'xml' is not one of
+rewrite check nowhere | there is no such folder
+rewrite check modeling_tiny.py | modeling_tiny.py is not a rewritten package: it is a file
+rewrite check | no folder in it has a rewrite.lock
+rewrite sync nowhere | there is no such folder
+rewrite sync . --show x | 'x' is not one of 'upstream'
+rewrite sync a b --original x | --original is for one DIR
+rewrite accept . | Missing option '--reason'
+rewrite accept . --reason '' | --reason is empty
+rewrite accept nowhere --reason x | there is no such folder
+rewrite undo nowhere | there is no such folder
+rewrite eject nowhere | there is no such folder
+rewrite vendor nowhere | there is no such folder
+rewrite export nowhere --hub o | there is no such folder
+rewrite export . | Missing option '--hub'
+rewrite bench nowhere | no model 'nowhere'
+rewrite bench . | it has no rewrite.lock
+rewrite bench llama --batch 1,x | '--batch': '1,x' should be whole numbers from 1 with commas
+rewrite bench llama --device nonsense | 'nonsense'
+rewrite profile | give either DIR|MODEL or --trace FILE
+rewrite profile --trace nowhere.json | there is no such file
+rewrite tune nowhere | nowhere is not a rewritten package
+rewrite tune . --batch 0 | numbers from 1 with commas
+rewrite compile . --target H100 | it has no rewrite.lock
+rewrite compile . --target H101 | 'H101' is not one of
+rewrite explain nothing | no transform 'nothing'
+rewrite explain a b | unexpected extra argument
+rewrite models zzzzzz | no model 'zzzzzz'
+rewrite completion tcsh | 'tcsh'
+"""
+"""A call, and a part of what is said: one line, exit code 2, and nothing is written."""
+
+
+def test_at_least_sixty_of_them() -> None:
+    assert len(set(BAD.strip().splitlines())) >= 60
+
+
+@pytest.mark.parametrize("row", BAD.strip().splitlines(), ids=lambda row: row.partition(" | ")[0])
+def test_usage(here: Path, row: str) -> None:
+    line, _, said = row.partition(" | ")
+    fails(rewrite(*shlex.split(line)[1:]), 2, said)
     assert sorted(path.name for path in here.iterdir()) == ["modeling_tiny.py"]
+
+
+@pytest.mark.parametrize("option", ["--against", "--beside"])
+def test_no_table_of_a_sweep(here: Path, option: str) -> None:
+    done = tool("sweep", "llama", option, "modeling_tiny.py")
+    fails(done, 2, "is no table of `python -m rewrite.sweep --json`")
 
 
 def test_a_file_that_does_not_parse_names_the_line(here: Path) -> None:
@@ -225,11 +288,11 @@ def test_a_bug_of_ours_is_one_line_and_a_log(here: Path, monkeypatch: pytest.Mon
     assert not (here / "o").exists()
 
 
-def in_process(here: Path, missing: set[str], *arguments: str) -> Outcome:
+def in_process(here: Path, missing: set[str], *arguments: str, program: str = "rewrite.cli") -> Outcome:
     (here / "sitecustomize.py").write_text(MISSING.format(names=missing))
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "rewrite.cli", *arguments],
+        [sys.executable, "-m", program, *arguments],
         cwd=here,
         env={"PYTHONPATH": f"{here}:{root}", "PATH": ""},
         capture_output=True,
@@ -247,7 +310,8 @@ def test_without_torch_everything_but_verification_works(here: Path) -> None:
     for command in ("verify", "bench", "tune", "accept --reason x", "sync --verify"):
         name, *options = command.split()
         fails(in_process(here, {"torch"}, name, "o", *options), 2, "torch is not", "pip install 'hf-rewrite[verify]'")
-    fails(in_process(here, {"torch"}, "sweep", "llama"), 2, "torch is not", "pip install 'hf-rewrite[verify]'")
+    swept = in_process(here, {"torch"}, "llama", program="rewrite.sweep")
+    fails(swept, 2, "torch is not", "pip install 'hf-rewrite[verify]'")
 
 
 def test_without_transformers_it_says_what_to_install(here: Path) -> None:
@@ -356,7 +420,7 @@ def test_what_a_sync_cannot_mend_is_not_sent_to_it(package: Path) -> None:
     done = rewrite("check", package)
     assert done.code == 1
     assert "modeling_tiny.py is missing: rewrite undo" in done.out
-    assert "rewrite sync DIR" not in done.out
+    assert "rewrite sync" not in done.out
     fails(rewrite("sync", package), 2, "it is not there (`rewrite undo")
     assert rewrite("undo", package).code == 0
     assert rewrite("check", package).code == 0
@@ -364,7 +428,7 @@ def test_what_a_sync_cannot_mend_is_not_sent_to_it(package: Path) -> None:
     done = rewrite("check", package)
     assert done.code == 1
     assert "--force" in done.out
-    assert "rewrite sync DIR" not in done.out
+    assert "rewrite sync" not in done.out
 
 
 @pytest.mark.parametrize("text", ["", "[]"])

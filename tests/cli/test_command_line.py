@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from command_line import rewrite
 
+import rewrite as hf_rewrite
+from rewrite.commands.apply import apply
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -27,9 +30,26 @@ def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def test_help_shows_the_default_command_and_the_others(arguments: tuple[str, ...]) -> None:
     shown = rewrite(*arguments)
     assert shown.code == 0
-    for part in ("rewrite MODEL --out DIR", "--no-verify", "transforms", "--version"):
+    for part in ("rewrite MODEL --out DIR", "--no-verify", "explain", "--version"):
         assert part in shown.out
-    assert max(map(len, shown.out.splitlines())) <= 100
+    lines = shown.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 40
+    assert lines.index("Commands:") < next(number for number, line in enumerate(lines) if line.startswith("Options"))
+    assert sum(line.lstrip().startswith("-") for line in lines) <= 12
+
+
+def test_the_model_says_every_option_of_a_rewrite() -> None:
+    shown = rewrite("llama", "--help").out
+    assert shown.startswith("Usage: rewrite MODEL --out DIR")
+    options = [name for parameter in apply.params for name in parameter.opts if name.startswith("--")]
+    assert [name for name in options if f"{name} " not in shown] == []
+
+
+def test_the_versions_of_both_distributions() -> None:
+    lines = rewrite("--version").out.splitlines()
+    assert [line.split()[0] for line in lines] == ["hf-rewrite", "hf-rewrite-runtime"]
+    assert lines[0].split()[1] == hf_rewrite.__version__
 
 
 def test_every_command_has_help() -> None:
@@ -38,7 +58,7 @@ def test_every_command_has_help() -> None:
     for name, short in COMMANDS.items():
         shown = rewrite(name, "--help")
         assert shown.code == 0
-        assert shown.out.startswith(f"Usage: rewrite {name}")
+        assert shown.out.startswith(f"Usage: rewrite {'MODEL' if name == 'apply' else name}")
         assert short
 
 
@@ -53,8 +73,8 @@ def test_models_are_listed_with_their_files() -> None:
 
 
 def test_transforms_are_listed_and_explained() -> None:
-    listed = json.loads(rewrite("transforms", "--json", "-").out)["transforms"]
-    names = [line.split("\t")[0] for line in rewrite("transforms").out.splitlines()]
+    listed = json.loads(rewrite("explain", "--json", "-").out)["transforms"]
+    names = [line.split("\t")[0] for line in rewrite("explain").out.splitlines()]
     assert set(names) == set(listed)
     for name in names:
         shown = rewrite("explain", name)

@@ -75,7 +75,7 @@ def test_numbers_may_be_a_list(here: Path) -> None:
 
 
 def test_an_option_of_all_commands_is_converted_for_the_one_that_runs(here: Path) -> None:
-    configure(here, '[tool.rewrite]\ntransformers = "5.23.0"\n')  # of `sweep` it is a folder
-    assert rewrite("transforms").code == 0
-    configure(here, '[tool.rewrite.sweep]\ntransformers = "5.23.0"\n')
-    assert "'5.23.0' does not exist" in rewrite("transforms").err
+    configure(here, '[tool.rewrite]\ndtype = "float32"\n')  # `compile` has it, `verify` has not
+    assert rewrite("diff", "nowhere").err.count("pyproject.toml") == 0
+    configure(here, '[tool.rewrite.verify]\ndtype = "float32"\n')
+    assert "'float32' is not one of" in rewrite("explain").err

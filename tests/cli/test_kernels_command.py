@@ -1,4 +1,4 @@
-"""`rewrite kernels`: what it prints and returns; the compiling itself is in tests/runtime/test_ahead_of_time.py."""
+"""`python -m rewrite.kernels`: what it prints and returns; tests/runtime/test_ahead_of_time.py compiles."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import importlib.util
 import json
 
 import pytest
-from command_line import rewrite
+from command_line import tool
 
 from rewrite.kernels import kernel_run
-from rewrite.kernels.assembly import Figures
-from rewrite.kernels.kernel_row import Row
+from rewrite.kernels.assembly import Figures, Row
 
 FINE = Figures(40, 0, 30, 0, 0, 900, {128: 4, 64: 1}, {}, False, False)
 
@@ -28,7 +27,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
 
 
 def test_a_table_and_nothing_to_find(compiled: list[Row]) -> None:
-    shown = rewrite("kernels", "--target", "gfx942")
+    shown = tool("kernels", "--target", "gfx942")
     assert shown.code == 0
     assert "gfx942 · AMD MI300, MI325" in shown.out
     line = next(line for line in shown.out.splitlines() if line.startswith(" 8B"))
@@ -39,7 +38,7 @@ def test_a_table_and_nothing_to_find(compiled: list[Row]) -> None:
 def test_findings_are_lines_and_the_exit_code(compiled: list[Row]) -> None:
     compiled.append(row(shape="70B", error="LLVM ERROR: no", figures=None))
     compiled.append(row(shape="1B", shared=70000))
-    shown = rewrite("kernels", "--json", "-")
+    shown = tool("kernels", "--json", "-")
     assert shown.code == 1
     record = json.loads(shown.out)["chips"]["gfx942"]
     assert [found["kind"] for found in record["findings"]] == ["does not compile", "shared memory"]
@@ -49,7 +48,7 @@ def test_findings_are_lines_and_the_exit_code(compiled: list[Row]) -> None:
 
 
 def test_a_kernel_that_there_is_not() -> None:
-    shown = rewrite("kernels", "rms")
+    shown = tool("kernels", "rms")
     assert shown.code == 2
     assert "no kernel 'rms': there are beside, best_of_block, block_down," in shown.err
 
@@ -57,7 +56,7 @@ def test_a_kernel_that_there_is_not() -> None:
 def test_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else there(name))
-    shown = rewrite("kernels")
+    shown = tool("kernels")
     assert shown.code == 2
     said = "error: triton is not installed and compiling kernels needs it: pip install 'hf-rewrite[verify]'"
     assert shown.err.strip() == said
@@ -65,6 +64,6 @@ def test_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_one_kernel_is_compiled() -> None:
-    shown = rewrite("kernels", "rotary_rows", "--target", "gfx942", "--jobs", "1")
+    shown = tool("kernels", "rotary_rows", "--target", "gfx942", "--jobs", "1")
     assert shown.code == 0, shown.out + shown.err
     assert "1 launch for gfx942" in shown.out

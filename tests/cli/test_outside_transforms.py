@@ -51,7 +51,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_is_listed_and_explained(project: Path) -> None:
-    listed = rewrite("transforms", "--json", "-")
+    listed = rewrite("explain", "--json", "-")
     found = json.loads(listed.out)["transforms"]
     assert not found["cap_logits"]["own"]
     assert found["fuse_qkv"]["own"]
@@ -110,7 +110,7 @@ def test_one_that_cannot_be_loaded_is_one_clear_error(project: Path, table: str,
     (project / "pyproject.toml").write_text(f"[tool.rewrite]\n{table}\n")
     if text is not None:
         (project / "rules" / "mine.py").write_text(text)
-    done = rewrite("transforms")
+    done = rewrite("explain")
     assert done.code == 2
     assert said in done.err
     assert "Traceback" not in done.err
@@ -119,7 +119,7 @@ def test_one_that_cannot_be_loaded_is_one_clear_error(project: Path, table: str,
 def test_a_name_that_is_taken_is_refused(project: Path) -> None:
     rule = project / "rules" / "cap_logits.py"
     rule.write_text(rule.read_text().replace('name = "cap_logits"', 'name = "fuse_qkv"'))
-    done = rewrite("transforms")
+    done = rewrite("explain")
     assert (done.code, "'fuse_qkv' already" in done.err) == (2, True)
 
 

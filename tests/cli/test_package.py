@@ -124,7 +124,7 @@ def test_the_runtime_beside_a_package(here: Path, package: Path) -> None:
 def test_the_installed_runtime_is_another(here: Path, package: Path) -> None:
     lock = json.loads((package / "rewrite.lock").read_text())
     assert lock["runtime"] == dict(zip(("version", "sha256"), vendored_files.runtime(), strict=True))
-    text = (package / "rewrite.lock").read_text().replace('"version": "0.1.0"\n  }', '"version": "0.0.9"\n  }')
+    text = (package / "rewrite.lock").read_text().replace('"version": "0.2.0"\n  }', '"version": "0.0.9"\n  }')
     (package / "rewrite.lock").write_text(text.replace(lock["runtime"]["sha256"], "0" * 64))
     assert "made with hf-rewrite-runtime" in rewrite("check", package).out
     lock["runtime"]["version"] = "0.0.9"

@@ -223,7 +223,7 @@ class Listing:
 def listing(text: str) -> Listing:
     """Read the assembly of one kernel."""
     found = Listing(text)
-    found.chip = re.findall(r"amdgcn-amd-amdhsa--(\w+)", text)[0]
+    found.chip = re.findall(r'amdgcn_target ".*-(gfx\w+)', text)[0]
 
     def directive(name: str) -> int:
         given = re.findall(rf"\.amdhsa_{name} (\d+)", text)

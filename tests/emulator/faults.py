@@ -14,7 +14,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,7 @@ def changed(listing: Listing, number: int, line: str) -> str:
     return f"{before},@function" + "\n".join(lines)
 
 
-def places(listing: Listing, reached: set[int], change: Change) -> list[tuple[int, str]]:
+def places(listing: Listing, reached: Collection[int], change: Change) -> list[tuple[int, str]]:
     """Return the instructions that a fault changes, and what they become."""
     found = []
     for number in sorted(reached):
@@ -206,7 +206,7 @@ def plant(
     """Run a launch with faults of each kind, at most `each`."""
     emulator.change = lambda text: text
     program = emulator.program(recorded.call.text)
-    program.reached, machine.MOST = set(), NEVER
+    program.reached, machine.MOST = Counter(), NEVER
     tried = Emulator(emulator.chip, weak=emulator.weak, programs=emulator.programs)
     for tried.seed in SEEDS if emulator.weak else SEEDS[:1]:
         assert _difference(recorded, recorded.again(tried)) in ("equal", "rounded otherwise"), (
@@ -221,7 +221,7 @@ def plant(
             yield _judged(emulator, recorded, text, name, f"line {one.line}, {one.text}")
     if re.search("v_cvt_.*[fb][fp]8", recorded.call.text) and "a wait removed" in changes and not emulator.weak:
         other = {"gfx942": "gfx950", "gfx950": "gfx942"}.get(emulator.chip, emulator.chip)
-        text = recorded.call.text.replace(f"amdhsa--{emulator.chip}", f"amdhsa--{other}")
+        text = re.sub(rf'(amdgcn_target ".*-){emulator.chip}', rf"\g<1>{other}", recorded.call.text)
         yield _judged(emulator, recorded, text, OTHER_FORMAT, other)
 
 

@@ -60,7 +60,16 @@ class Order:
     seed: int = 0
     alone: bool = False
     """One wave at a time, to the next barrier: for a weak memory. Of even seeds one workgroup after the other, of odd
-    ones several, which others overtake behind an atomic operation too."""
+    ones several, which others overtake behind an atomic operation too; of every second of those (`overtakes`) each
+    halts there until all have come, and the last goes on first."""
+
+    @property
+    def overtakes(self) -> bool:
+        """Whether workgroups come to their atomic operations in turn, and the last to come goes on before the others.
+
+        Where one has much to store and the others nothing, it comes first in such an order alone.
+        """
+        return self.alone and self.seed % 4 == 3
 
 
 class Program:
@@ -77,8 +86,8 @@ class Program:
         self.listing: Listing = listing(text)
         self.undecided = 0
         """Of the last run: see `Shared.undecided`."""
-        self.reached: set[int] | None = None
-        """Numbers of the instructions that were executed, for whoever sets it."""
+        self.reached: Counter[int] | None = None
+        """By how many waves each instruction was executed, by its number, for whoever sets it."""
         self.code = [assemble(one, self.listing.chip, self.listing.labels) for one in self.listing.instructions]
 
     def run(
@@ -114,7 +123,7 @@ class Program:
                 batch = _Batch(
                     self, groups[begin : begin + size], waves, memory, max(shared, self.listing.shared), begin
                 )
-                done += batch.run(chance if order.alone else None)
+                done += batch.run(chance if order.alone else None, order.overtakes)
                 self.undecided += batch.lds.undecided
             memory.finish()
         return done
@@ -148,8 +157,8 @@ class _Batch:
         whole.vector[0] = (LANE + 64 * place[:, None]).astype(U32)
         self.start, self.alone = whole, False
 
-    def run(self, chance: random.Random | None) -> int:
-        """Run to the end; with `chance` one wave at a time, in a random order."""
+    def run(self, chance: random.Random | None, overtakes: bool = False) -> int:
+        """Run to the end; with `chance` one wave at a time, in a random order or as `Order.overtakes` says."""
         self.alone = chance is not None
         gangs = [self.start]
         if chance is not None:
@@ -158,7 +167,7 @@ class _Batch:
                 gang = self.start.part((self.start.group == group) & (self.start.place == place))
                 gang.die = self.start.die + int(group)
                 gangs.append(gang)
-            return self._interleaved(gangs, chance)
+            return self._interleaved(gangs, chance, overtakes)
         done = 0
         while gangs:
             gangs, count = self._to_barrier(gangs)
@@ -168,13 +177,15 @@ class _Batch:
                 raise Fault("it does not end")
         return done
 
-    def _interleaved(self, gangs: list[Waves], chance: random.Random) -> int:
+    def _interleaved(self, gangs: list[Waves], chance: random.Random, overtakes: bool) -> int:
         """Run waves in a random order, each to its next barrier; some halt behind an atomic operation."""
         ready, halted, done = gangs, [], 0
         alive = Counter(int(gang.group[0]) for gang in gangs)
         arrived: dict[int, list[Waves]] = {group: [] for group in alive}
         while ready or halted:
-            gang = ready.pop(chance.randrange(len(ready))) if ready else halted.pop()
+            first = min((int(one.group[0]) for one in ready), default=0)
+            of_turn = [n for n, one in enumerate(ready) if not overtakes or int(one.group[0]) == first]
+            gang = ready.pop(chance.choice(of_turn)) if ready else halted.pop()
             group = int(gang.group[0])
             outcome, count = self._step(gang, set())
             done += count
@@ -183,7 +194,7 @@ class _Batch:
             elif outcome == "end":
                 alive[group] -= 1
             else:
-                (halted if chance.random() < 0.5 else ready).extend(outcome)
+                (halted if overtakes or chance.random() < 0.5 else ready).extend(outcome)
             if arrived[group] and len(arrived[group]) == alive[group]:
                 self.lds.barrier(_marks(arrived[group]), group)
                 ready += arrived[group]
@@ -225,7 +236,7 @@ class _Batch:
                 result = code[pc](gang)
                 count += 1
                 if reached is not None:
-                    reached.add(pc)
+                    reached[pc] += gang.count
                 pc += 1
                 if result is not None:
                     if result == "atomic":

@@ -1,4 +1,4 @@
-"""The worked example of docs/policies.md: a flow-matching policy, its loop, its prefix, and its captured forward."""
+"""The worked example of docs/forwards.md: a flow-matching policy, its loop, its prefix, and its captured forward."""
 
 from __future__ import annotations
 

@@ -18,12 +18,13 @@ from typing import Any
 import fake_aiter_attention
 import fake_aiter_eight
 import fake_aiter_moe
+import record_aiter
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SIGNATURES = json.loads((Path(__file__).parent / "aiter_signatures.json").read_text())["functions"]
-RELEASES = ("v0.1.7.post5", "v0.1.8", "v0.1.10", "v0.1.14", "v0.1.17", "v0.1.20")
+SIGNATURES = json.loads(record_aiter.RECORD.read_text())["functions"]
+RELEASES = ("v0.1.7.post5", "v0.1.8", "v0.1.10", "v0.1.14", "v0.1.17", "v0.1.20", record_aiter.MAIN)
 NEWEST = RELEASES[-1]
 MARKERS = ("jit/core.py", "ops/mha.py", "ops/rmsnorm.py")
 SCHEMA_TYPES = {
@@ -59,14 +60,11 @@ def device_guard(tensor: Tensor) -> Iterator[None]:
         card = before
 
 
-def number(release: str) -> tuple[int, ...]:
-    """`v0.1.10.post1` as `(0, 1, 10, 1)`: a post-release follows its release."""
-    return tuple(int(part.removeprefix("post")) for part in release.removeprefix("v").split("."))
-
-
 def recorded(path: str, release: str) -> dict[str, Any] | None:
     """The record of a function in a release; None where it did not have it yet."""
-    known = [entry for entry in SIGNATURES[path] if number(entry["since"]) <= number(release)]
+    known = [
+        entry for entry in SIGNATURES[path] if record_aiter.number(entry["since"]) <= record_aiter.number(release)
+    ]
     return known[-1] if known else None
 
 
@@ -229,7 +227,7 @@ def rmsnorm2d_fwd_with_add(
     rows(input, residual_in, residual_out, out, weight)
     summed = input.float() + residual_in.float()
     residual_out.copy_(summed)
-    if use_model_sensitive_rmsnorm and number(release.tag) >= number("v0.1.18"):
+    if use_model_sensitive_rmsnorm and record_aiter.number(release.tag) >= record_aiter.number("v0.1.18"):
         summed = residual_out.float()
     out.copy_(normed(summed, weight, epsilon, use_model_sensitive_rmsnorm, gemma_norm, input.dtype))
 
@@ -287,7 +285,9 @@ def flash_attn_func(
         assert tensor.dtype in (torch.float16, torch.bfloat16)
         assert tensor.shape[-1] <= 256
     assert q.shape[2] % k.shape[2] == 0
-    assert len(window_size) == 2 or (len(window_size) == 3 and number(release.tag) >= number("v0.1.8"))
+    assert len(window_size) == 2 or (
+        len(window_size) == 3 and record_aiter.number(release.tag) >= record_aiter.number("v0.1.8")
+    )
     assert not dropout_p
     assert not any(others.get(name) is not None for name in ("bias", "alibi_slopes", "sink_ptr"))
     assert not others["return_lse"]

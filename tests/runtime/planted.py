@@ -1,4 +1,4 @@
-"""Kernels that each have one thing wrong with them, for test_ahead_of_time.py: what `rewrite kernels` must find."""
+"""Kernels with one thing wrong with each, for test_ahead_of_time.py: what `python -m rewrite.kernels` must find."""
 
 from __future__ import annotations
 

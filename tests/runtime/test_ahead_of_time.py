@@ -16,8 +16,8 @@ from conftest import INTERPRETED
 from hf_rewrite_runtime.launching import launch
 from rewrite import runtime
 from rewrite.kernels import drift, findings, kernel_run, kernel_tables
+from rewrite.kernels.assembly import Row
 from rewrite.kernels.chips import CHIPS, occupancy
-from rewrite.kernels.kernel_row import Row
 
 TRITON = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -27,7 +27,7 @@ WHOLE = ("gfx942", "sm_90")
 """Of the others, whose compilers and registers are the same, one launch of each kernel: each costs 0.2 s."""
 RUNTIME = Path(next(iter(runtime.__path__)))
 RECORDS = Path(__file__).parents[2] / "fixtures/kernels"
-"""Made with each version of Triton as docs/speed-model.md says, for `WHOLE`."""
+"""Made with each version of Triton as docs/kernels.md says, for `WHOLE`."""
 
 
 def compiles(function: Any) -> Any:
@@ -49,7 +49,7 @@ def drifts(rows: list[Row]) -> list[str]:
         return []
     before = drift.Record.read(path)
     compared = drift.compare(drift.Record.of(rows), before)
-    assert compared.compared > compared.new, "most launches are not recorded: rewrite kernels --record FILE"
+    assert compared.compared > compared.new, "most launches are not recorded: python -m rewrite.kernels --record FILE"
     return [f"{change}, by {before.compiler} before" for change in compared.drifts]
 
 

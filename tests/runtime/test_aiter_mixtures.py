@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_rewrite_runtime.aiter import aiter_calls, aiter_experts
 from hf_rewrite_runtime.core import aiter_probe, backend
+from hf_rewrite_runtime.launching import launch
 from hf_rewrite_runtime.linear import preshuffle
 from hf_rewrite_runtime.moe import experts as experts_file
 from hf_rewrite_runtime.moe import router as router_file
@@ -36,6 +38,7 @@ def table(tmp_path: Path, machine: pytest.MonkeyPatch) -> Path:
     paths[0].write_text("\n".join((COLUMNS, *rows[:8], row.format(4096, "Gelu", DTYPES[0], "No"))))
     paths[1].write_text("\n".join((COLUMNS, *rows[8:], row.format(4096, "Silu", DTYPES[0], "per_Token"))))
     machine.setenv(aiter_experts.TABLE, ":".join(map(str, paths)))
+    machine.setattr(launch, "processors", lambda device: 304)
     return paths[0]
 
 
@@ -123,6 +126,29 @@ def test_shapes_that_no_table_has(install: fake_aiter.Install, table: Path, mach
     computed(narrow, *given(4, size=64))
     assert reasons("fused_moe")["layout"] == 1
     assert not fake_aiter.calls
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "runs"),
+    [
+        ("gfx", "gfx942", True), ("gfx", "", True), ("gfx", "gfx950", False),
+        ("cu_num", "80", False), ("cu_num", "256", False), ("_tag", "flydsl_fallback", False), ("_tag", "", True),
+    ],
+)  # fmt: skip
+def test_rows_of_another_card(
+    install: fake_aiter.Install, table: Path, machine: pytest.MonkeyPatch, column: str, value: str, runs: bool
+) -> None:
+    """aiter would not find them, and take a form that nobody tuned."""
+    install()
+    with table.open(newline="") as file:
+        rows = [{**row, column: value} for row in csv.DictReader(file)]
+    with (path := table.with_name("other.csv")).open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    machine.setenv(aiter_experts.TABLE, f"{path}:{table.with_name('b.csv')}")
+    computed(Mixture(), *given(1))
+    assert reasons("fused_moe") == ({} if runs else {"untuned_experts": 1})
 
 
 def no_copies(weight: Tensor) -> None:

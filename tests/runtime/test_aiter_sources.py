@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fake_aiter
 import pytest
+import record_aiter
 import torch
 
 from hf_rewrite_runtime.aiter import aiter_calls
@@ -34,6 +36,17 @@ def test_its_unified_attention_reads_our_cache(checkout: str) -> None:
     for case in json.loads(run.stdout.splitlines()[-1]):
         assert case["error"] is not None, case
         assert case["error"] <= 2, case
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="AITER_SOURCE names no checkout of ROCm/aiter")
+def test_the_record_is_what_the_sources_say() -> None:
+    """Of each checkout, its functions have to be in the record, and the newest of them as some release had them."""
+    for checkout in map(Path, CHECKOUT.split(os.pathsep)):
+        for path, entries in fake_aiter.SIGNATURES.items():
+            file, name = record_aiter.place(path)
+            if (source := checkout / file).is_file():
+                found = record_aiter.signature(source.read_text(), name)
+                assert found in [{key: entry[key] for key in found or ()} for entry in entries], (path, found)
 
 
 @pytest.mark.gpu

@@ -143,3 +143,15 @@ def test_who_says_how_many_processors_there_are(monkeypatch: pytest.MonkeyPatch)
     assert launch.processors(3) == 148
     monkeypatch.setattr(launch, "_pretended", launch.Target("hip", "gfx942", 304))
     assert launch.processors(None) == launch.processors(3) == 304
+
+
+@pytest.mark.parametrize(("version", "kpack"), [("3.4.0", 1), ("3.5.1", 1), ("3.6.0", 2), ("3.8.0", 2)])
+def test_the_oldest_compilers_take_one_inner_step(monkeypatch: pytest.MonkeyPatch, version: str, kpack: int) -> None:
+    """Executed on the emulator, Triton 3.4's products of one step of 16 are wrong with two (docs/amd.md)."""
+    monkeypatch.setattr(launch.importlib.metadata, "version", lambda name: version)
+    launch._before_3_6.cache_clear()
+    try:
+        assert launch.options(launch.Target("hip", "gfx942"), True)["kpack"] == kpack
+        assert launch.options(launch.Target("hip", "gfx950"), True)["kpack"] == 1
+    finally:
+        launch._before_3_6.cache_clear()

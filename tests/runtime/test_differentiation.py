@@ -28,7 +28,7 @@ from hf_rewrite_runtime.linear.gated_product import gated_product
 from hf_rewrite_runtime.linear.gemm import routed_linear, routed_packed_linear
 from hf_rewrite_runtime.linear.linear import gated_linear, linear
 from hf_rewrite_runtime.linear.packed_gemv import packed_step
-from hf_rewrite_runtime.linear.packing import packed_linear
+from hf_rewrite_runtime.linear.packing import packed_linear, packed_linear_dense
 from hf_rewrite_runtime.linear.patch_product import patch_product
 from hf_rewrite_runtime.norms.add_norm import add_norm
 from hf_rewrite_runtime.norms.add_rms_norm import add_rms_norm
@@ -170,6 +170,9 @@ CASES: dict[str, Case] = {
         lambda m, x: packed_linear(x, m.q, m.k, m.v), lambda m, x: (m.q(x), m.k(x), m.v(x)), (STATES,)
     ),
     "routed_linear": Case(lambda m, x: routed_linear(x, m.q), lambda m, x: m.q(x), (STATES,)),
+    "packed_linear_dense": Case(
+        lambda m, x: packed_linear_dense(x, m.q, m.k, m.v), lambda m, x: (m.q(x), m.k(x), m.v(x)), (STATES,)
+    ),
     "routed_packed_linear": Case(
         lambda m, x: routed_packed_linear(x, m.q, m.k, m.v), lambda m, x: (m.q(x), m.k(x), m.v(x)), (STATES,)
     ),
@@ -235,7 +238,7 @@ OTHERS = {
 """Operators without a case, and why."""
 OTHER_KERNELS = {name for name in CASES if name.startswith("fp8_")} | {
     "grouped_attention", "grouped_matmul", "native_gqa", "packed_linear", "patch_product", "routed_linear",
-    "routed_packed_linear", "segment_attention", "segment_attention_weights",
+    "packed_linear_dense", "routed_packed_linear", "segment_attention", "segment_attention_weights",
 }  # fmt: skip
 """Operators whose kernels, if any, are for other rows and other chips."""
 

@@ -8,10 +8,12 @@ import torch
 from test_captured_forward import inputs, made, plain, refused, replays
 from test_text_lengths import device
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_rewrite_runtime.forward.host_copies import ChangesFromCallToCall, HostCopies
+from hf_rewrite_runtime.forward.known_numbers import READS, KnownNumbers
 from hf_rewrite_runtime.guards.snapshot import Snapshot, unfit_weights
 
 __all__ = ["device"]
@@ -56,6 +58,13 @@ COPIES = {
     "assigned": assigned,
     "chosen": lambda x: torch.where(x > 0, torch.tensor(-1.0), x),
 }
+
+
+def checked(x: Tensor) -> Tensor:
+    sizes = torch.tensor([1, 3], device=x.device)
+    if sizes.sum() != 4:
+        raise ValueError
+    return x + sizes.sum()
 
 
 class Transfers(TorchDispatchMode):
@@ -120,11 +129,84 @@ def from_attribute(model, x, keywords):
     return model.linear(x)[:, :3] + model.table.type_as(x).to(x.device)
 
 
+class Followed(TorchFunctionMode):
+    """What `HostCopies` does about numbers, on a CPU: `copied` stands for a copy from the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = KnownNumbers(torch.device("cpu"))
+        self.known = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        is_known, number = self.numbers.read(func, args, kwargs or {})
+        if func in READS:
+            self.known.append(is_known)
+        if is_known:
+            return number
+        result = func(*args, **(kwargs or {}))
+        self.numbers.follow(func, args, kwargs or {}, result)
+        return result
+
+    def copied(self, values):
+        tensor = torch.tensor(values)
+        self.numbers.add(tensor)
+        return tensor
+
+
+def sizes_of(mode, x):
+    sizes = torch.empty(2, 2, dtype=torch.long)
+    sizes[0], sizes[1, 0], sizes[1, 1] = mode.copied([2, 3]), 4, 5
+    return sizes
+
+
+READ = {
+    "a copy": (lambda mode, x: mode.copied([3, 4])[1], True),
+    "a table": (lambda mode, x: (sizes_of(mode, x).prod(1).sum() == 26).all(), True),
+    "a view that is written": (lambda mode, x: sizes_of(mode, x)[0].add_(mode.copied([1, 1])).sum(), True),
+    "a part of the input": (lambda mode, x: sizes_of(mode, x).sum() + x[0], False),
+    "the input in a table": (lambda mode, x: sizes_of(mode, x).index_fill_(0, mode.copied([0]), x[0]).sum(), False),
+    "the input put into it": (lambda mode, x: put(sizes_of(mode, x), x).sum(), False),
+    "through a view": (lambda mode, x: through_a_view(sizes_of(mode, x), x).sum(), False),
+    "chosen by the input": (lambda mode, x: torch.where(x > 0, mode.copied([1, 2, 3]), 0).sum(), False),
+    "drawn": (lambda mode, x: torch.randint_like(mode.copied([3, 4]), 9).sum(), False),
+    "nobody's": (lambda mode, x: torch.zeros(3, dtype=torch.long).sum(), False),
+    "not a whole number": (lambda mode, x: mode.copied([3, 4]).float().sum(), False),
+}
+
+
+def put(table, x):
+    table[1] = x[:2]
+    return table
+
+
+def through_a_view(table, x):
+    table.view(-1)[2:3].copy_(x[:1])
+    return table
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_numbers_that_follow_from_the_host_s_are_known(kind):
+    made, wanted = READ[kind]
+    with Followed() as mode:
+        made(mode, torch.arange(3)).item()
+    assert mode.known == [wanted]
+
+
+def test_a_known_number_is_read_once():
+    mode = Followed()
+    found = []
+    for value in (7, 8):
+        mode.numbers.begin()
+        with mode:
+            found.append(mode.copied([value])[0].item())
+    assert found == [7, 7]  # that it is another one, the copies say
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("spelling", [*COPIES, "an attribute"])
+@pytest.mark.parametrize("spelling", [*COPIES, "a check", "an attribute"])
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_a_graph_has_what_the_host_copies(device, spelling):
-    copied = COPIES.get(spelling)
+    copied = (COPIES | {"a check": checked}).get(spelling)
     model = made(device, from_attribute if copied is None else lambda model, x, _: copied(model.linear(x)[:3, :3]))
     model.table = torch.arange(3)
     for number in range(3):

@@ -7,6 +7,7 @@ Each is a small model of transformers' with the loop in front of it; none of its
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -189,6 +190,22 @@ def test_texts_one_after_another(name):
     same((model, calls[0]), (original, calls[0]), do_sample=True, top_k=0, temperature=1.5)
     (graph,) = store_of(model).graphs.values()
     assert graph.cache.batch_size == 2
+
+
+def test_positions_that_a_forward_hands_on_among_its_keywords(monkeypatch):
+    small = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 48}
+    ids = {"vocab_size": V, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 2}
+    name = "WhisperForCausalLM"
+    config = transformers.WhisperConfig(**small, **ids, encoder_layers=2, encoder_attention_heads=2, init_std=0.3)
+    monkeypatch.setitem(MODELS, name, lambda: config)
+    model, original = pair(name)
+    assert "position_ids" not in inspect.signature(original.forward).parameters
+    inputs = asked(model, padded=False)
+    places = torch.arange(7, device=DEVICE)[None] + torch.tensor([[0], [2]], device=DEVICE)
+    shifted, plain = (
+        same((model, given), (original, given))[0] for given in (inputs | {"position_ids": places}, inputs)
+    )
+    assert not torch.equal(shifted.logits[-1], plain.logits[-1])
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -501,3 +501,64 @@ def test_weights_made_in_inference_mode_can_still_be_called_one_by_one(bias: boo
                 torch.testing.assert_close(a, b)
     assert joined_storage.joined([projection.weight for projection in projections]) is not None
     assert all(parameter.is_inference() for projection in projections for parameter in projection.parameters())
+
+
+@pytest.mark.parametrize("shape", [(32,), (1, 32), (1, 1, 32), (2, 32), (1, 5, 32), (0, 32)])
+def test_dense_results_lie_as_tensors_of_their_own(module, shape):
+    x = torch.randn(shape)
+    with torch.no_grad():
+        parts = packing.packed_linear_dense(x, module.q, module.k, module.v)
+        wholes = [module.q(x), module.k(x), module.v(x)]
+    for part, whole in zip(parts, wholes, strict=True):
+        torch.testing.assert_close(part, whole)
+        assert part.stride() == whole.stride()
+        assert part.is_contiguous()
+        assert part.data_ptr() % 16 == 0
+    one_row = x[..., 0].numel() == 1
+    assert packed(module) == one_row
+    assert (len({part.untyped_storage().data_ptr() for part in parts}) == 1) == (one_row or not x.numel())
+
+
+def test_dense_results_of_odd_sizes_are_products_of_their_own(module):
+    module.k = nn.Linear(32, 15)
+    x = torch.randn(1, 1, 32)
+    with torch.no_grad():
+        parts = packing.packed_linear_dense(x, module.q, module.k, module.v)
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 3
+    assert not packed(module)
+
+
+@packing.casts_weight(bias=True)
+class CastLinear(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+@packing.casts_weight(bias=False)
+class CastWithoutBias(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("kind", "biases", "dtype", "together"),
+    [
+        (CastLinear, (True, False, True), torch.float32, True),
+        (CastLinear, (True, False, True), torch.float64, False),
+        (CastWithoutBias, (False, False, False), torch.float32, True),
+        (CastWithoutBias, (False, True, False), torch.float32, False),
+    ],
+)
+def test_a_class_that_casts_its_weight_is_packed_where_nothing_is_cast(module, kind, biases, dtype, together):
+    for name, size, bias in zip("qkv", (48, 16, 16), biases, strict=True):
+        setattr(module, name, kind(32, size, bias=bias))
+    check(module, torch.randn(2, 3, 32, dtype=dtype))
+    assert packed(module) == together
+
+
+def test_a_class_whose_forward_was_replaced_is_called(module, monkeypatch):
+    for name, size in zip("qkv", (48, 16, 16), strict=True):
+        setattr(module, name, CastLinear(32, size))
+    monkeypatch.setattr(CastLinear, "forward", lambda self, x: F.linear(x, self.weight) * 2)
+    check(module, torch.randn(2, 3, 32))
+    assert not packed(module)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rewrite.kernels import findings
-from rewrite.kernels.assembly import Figures, lost_slots
-from rewrite.kernels.kernel_row import Row
+from rewrite.kernels.assembly import Figures, Row, lost_slots
 
 UP = "%next = arith.addi %slot, %one : i32"
 WRAPS = f"""

@@ -18,6 +18,7 @@ from .conftest import Releases, edit
 
 SDPA = ("_supports_sdpa = True", "_supports_sdpa = False")
 MINE = "self.scaling = 1.1 * self.head_dim**-0.5"
+PLACE = "your edits in TinyLlamaAttention.__init__"
 ACCEPT = ("accept", "out", "--reason", "sharper | attention")
 
 
@@ -87,7 +88,7 @@ def test_what_fails_is_recorded_with_its_figures(
     edited: Path, judge: Judge, tree: Path, original: tuple[str, str]
 ) -> None:
     checked = rewrite("check", edited, "--transformers", tree)
-    assert (checked.code, checked.out) == (0, "unverified  out: never verified (rewrite verify out)\n")
+    assert (checked.code, checked.out) == (0, f"unverified  out: {PLACE}, never verified (rewrite verify out)\n")
     assert rewrite("verify", edited, *original).code == 1
     assert "rewrite accept out --reason TEXT" in rewrite("check", edited, "--transformers", tree).out
     done = rewrite(*ACCEPT, *original)
@@ -98,7 +99,7 @@ def test_what_fails_is_recorded_with_its_figures(
     assert against == ["modeling_tiny.py", "out"]
     assert all(request.keep_going for _, _, request in judge.asked[-2:])
     assert MINE not in acceptance.read(edited).reason  # type: ignore[union-attr]
-    assert rewrite("check", edited, "--transformers", tree).out == "up to date  out\n"
+    assert rewrite("check", edited, "--transformers", tree).out == f"up to date  out: {PLACE}, accepted\n"
     assert max(map(len, done.out.splitlines())) <= 80
 
 
@@ -143,6 +144,9 @@ def test_a_later_verification_is_held_to_it(
     done = rewrite("verify", accepted, *original)
     assert (done.code, (refused or "what fails was accepted: sharper") in done.out) == (int(refused is not None), True)
     assert kept(accepted)["original"]["failed"]["parity: logits"]["max"] == 0.3  # does not creep
+    quiet = rewrite("verify", accepted, *original, "--quiet")
+    assert (quiet.code, quiet.out) == (done.code, "")
+    assert ("FAIL" in quiet.err, "what fails was accepted: sharper" in quiet.err) == (bool(refused), not refused)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +232,7 @@ def test_a_sync_verifies_against_it(
     assert MINE in (accepted / "modeling_tiny.py").read_text()
     assert kept(accepted)["original"]["sha256"] == read_lock(accepted).source.sha256
     checked = rewrite("check", accepted, "--transformers", releases("6.1.0", SDPA))
-    assert (checked.code, checked.out) == (0, "up to date  out\n")
+    assert (checked.code, checked.out) == (0, f"up to date  out: {PLACE}, accepted\n")
 
 
 def test_a_fault_of_ours_does_not_hide_behind_it(

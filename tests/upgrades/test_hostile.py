@@ -117,7 +117,7 @@ def test_an_edit_by_hand_is_noticed_and_a_sync_makes_the_lock_anew(package: Path
     tree, path = releases("6.0.0"), package / "rewrite.lock"
     good = path.read_text()
     path.write_text(
-        good.replace('"q_proj, k_proj', '"x_proj, k_proj').replace('"version": "0.1.0"', '"version": "0.0.9"')
+        good.replace('"q_proj, k_proj', '"x_proj, k_proj').replace('"version": "0.2.0"', '"version": "0.0.9"')
     )
     assert not read_lock(package).intact
     checked = rewrite("check", package, "--transformers", tree)

@@ -348,3 +348,17 @@ def test_what_is_installed_is_verified_whatever_names_it(
     assert verifiable.as_installed(source).path == one.root / "models" / "tiny" / "modeling_tiny.py"
     with pytest.raises(UsageError, match=r"6\.0\.0 with another text of this file"):
         verifiable.as_installed(resolve("tiny", library=changed))
+
+
+def test_a_project_may_have_transformers_from_a_checkout(tmp_path: Path) -> None:
+    """`pip install -e`: a file of the environment names the folder."""
+    source = tmp_path / "checkout" / "src" / "transformers"
+    source.mkdir(parents=True)
+    (source / "__init__.py").write_text('__version__ = "6.0.0.dev0"\n')
+    site = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages"
+    site.mkdir(parents=True)
+    (site / "distutils-precedence.pth").write_text("import os; var = 'x'\n")
+    (site / "__editable__.transformers-6.0.0.dev0.pth").write_text(f"{source.parent}\n")
+    found = release.of_project(tmp_path)
+    assert found is not None
+    assert (found.version, found.root) == ("6.0.0.dev0", source)

@@ -55,6 +55,19 @@ def test_a_model_that_multiplies_roundings_may_be_as_far_off_as_the_original_mak
             near_exact(off(own, 0), off(new, 1), unrounded=exact)
 
 
+def test_gradients_may_be_as_far_off_as_the_original_s_own_roundings_make_them() -> None:
+    def compared(own: float, new: float) -> float:
+        return float(near_exact(off(own, 0), off(new, 1), "gradient max", exact)["max"])
+
+    with pytest.raises(Mismatch, match="relative error"):
+        near_exact(off(3e-5, 0), off(3e-5, 1), "gradient max")
+    assert compared(3e-5, 3e-5) > bound("gradient max")
+    assert compared(3e-5, 0.0) > bound("gradient max")  # nearer the truth than the original
+    for own, new in ((0.0, 3e-5), (3e-6, 5e-5), (1e-3, 1e-3)):  # the last: more than fp32 makes of a gradient
+        with pytest.raises(Mismatch, match="relative error"):
+            compared(own, new)
+
+
 def test_roundings_of_one_tensor_excuse_no_other() -> None:
     truth = {"logits": TRUTH, "hidden": TRUTH}
     expected = {"logits": TRUTH + 3e-6 * NOISE[0], "hidden": TRUTH}

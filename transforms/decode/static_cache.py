@@ -16,6 +16,7 @@ from rewrite.analysis.loops.indexers import hindrance
 from rewrite.analysis.loops.loop_inputs import only_recomputes
 from rewrite.analysis.loops.own_caches import CACHES, mark_of_caches
 from rewrite.analysis.loops.own_loop import own_part
+from rewrite.analysis.loops.unseen_caches import handed_out, taken_by_place
 from rewrite.analysis.tree.module import ClassInfo, Module, of_kind, walk
 from rewrite.analysis.tree.nodes import called_attribute, calls_in, expression, parameters, replace_nodes
 from rewrite.analysis.tree.replacement import name_is_free, with_call
@@ -80,6 +81,8 @@ class StaticCache(Transform):
         "device_size": "an indexer's number of candidates is known to the device alone, or some may hold no token: no "
         "mask is seen to be put over its scores",
         "own_cache": "the file makes a cache of a class of its own",
+        "tuple_cache": "keys and values are taken out of the cache by place, which transformers' caches do not have",
+        "unseen_cache": "the cache is handed to a class of another file, of which nothing is seen",
         "own_loop": "the class has a part of the generation loop of its own",
         "other_range": "the length of the range, size or slice depends on a cache, or it has a step, a dtype of its "
         "own or something beside whole dimensions in front of it",
@@ -90,6 +93,8 @@ class StaticCache(Transform):
         "other_state": "fixed buffers for these states too",
         "device_size": "a choice among a fixed number of candidates, and a mask over them",
         "own_cache": "fixed buffers for what that cache holds",
+        "tuple_cache": "`past_key_values.update(keys, values, layer_idx)` in its layers",
+        "unseen_cache": "that file rewritten along",
         "own_loop": "a step that does what this part does",
         "name_taken": "another name in the file",
         "loses_comment": "the comment in another place",
@@ -237,6 +242,10 @@ def _skip(info: ClassInfo, module: Module) -> Skip | None:
         return Skip("other_state", state)
     if (state := kept_states(module)[1]) is not None:
         return Skip("other_state", state)
+    if (item := taken_by_place(info, module)) is not None:
+        return Skip("tuple_cache", item)
+    if (elsewhere := handed_out(info, module)) is not None:
+        return Skip("unseen_cache", elsewhere)
     if (hindered := hindrance(module)) is not None:
         return Skip(*hindered)
     return None

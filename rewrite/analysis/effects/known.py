@@ -123,6 +123,8 @@ BUILTINS = names(
     """
     abs all any bool complex dict divmod enumerate float format frozenset getattr hasattr hash id int isinstance
     issubclass len list max min ord pow range repr reversed round set slice sorted str sum tuple type zip
+    Exception ArithmeticError AssertionError AttributeError IndexError KeyError LookupError NotImplementedError
+    OverflowError RuntimeError StopIteration TypeError ValueError ZeroDivisionError
     """
 )
 """Python's own functions that write nothing; those that call back get no function here (see `calls`)."""
@@ -168,8 +170,8 @@ MODULE_STATE = names(
 
 RUNTIME = names(
     """
-    packed_linear gated_activation rms_norm layer_norm add_norm linear gated_linear routed_linear grouped_attention
-    grouped_matmul native_gqa rotary_rows gated_norm packed_step
+    packed_linear packed_linear_dense gated_activation rms_norm layer_norm add_norm linear gated_linear
+    routed_linear grouped_attention grouped_matmul native_gqa rotary_rows gated_norm packed_step
     """
 )
 """Operators that earlier transforms put in: they are imported only when the rewriting is done."""
@@ -177,7 +179,7 @@ RUNTIME = names(
 CLASS_DECORATORS = names(
     """
     auto_docstring dataclass use_kernel_forward_from_hub use_kernelized_func use_experts_implementation
-    add_start_docstrings requires total_ordering
+    add_start_docstrings requires total_ordering casts_weight
     """
 )
 METHOD_DECORATORS = names(

@@ -282,6 +282,8 @@ class _Scan:
             self._replaced.update({guard} if guard else set())
             self._stored.update(set() if guard else {"*"})
         ordinary = isinstance(target, cst.Subscript) or dotted_end(target) in _ORDINARY
+        if isinstance(target, cst.Attribute) and _configures(self.module.qualified(target)):
+            return
         inner = self._tamper(inner, ordinary)
         if isinstance(inner, cst.Name) and inner is not target and inner.value in self.top:
             self._changed.add(inner.value)
@@ -303,6 +305,12 @@ class _Scan:
                 self._below.add(inner.attr.value)
             inner = inner.value
         return inner
+
+
+def _configures(name: str) -> bool:
+    """Whether a dotted name is a setting of torch, `torch.backends.cudnn.benchmark`: it names no function."""
+    root, *within = name.split(".")
+    return root == "torch" and ("config" in within[:-1] or within[:1] == ["backends"])
 
 
 _TABLES = ("__dict__", "_modules", "_parameters", "_buffers")

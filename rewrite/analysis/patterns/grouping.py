@@ -9,10 +9,11 @@ import libcst as cst
 
 from rewrite.analysis.effects import Effect, Scope, union, why_not_move
 from rewrite.analysis.patterns.expansion import NotAnExpansion, called_function, computed, inline
+from rewrite.analysis.patterns.guarded_repeats import guarded, is_all_of
 from rewrite.analysis.patterns.readers import Reads, held_by, operands, reads_of
 from rewrite.analysis.terms.spelling import Term
 from rewrite.analysis.tree.module import walk
-from rewrite.analysis.tree.nodes import block_of, expression, names_bound_by, replace_nodes
+from rewrite.analysis.tree.nodes import block_of, names_bound_by, replace_nodes
 from rewrite.analysis.tree.proposal import Edit, Found
 
 _New = dict[int, tuple[cst.CSTNode, ...]]
@@ -31,7 +32,7 @@ class Repeated:
     heads: int
     """The dimension of its heads."""
     guard: cst.If | None = None
-    """`if hasattr(module, "groups"):` around `x = repeated(x, module.groups)`: without the attribute, x is left."""
+    """The condition on which x is repeated, where otherwise it is left as it is."""
 
     @property
     def line(self) -> cst.CSTNode:
@@ -56,10 +57,10 @@ class Repeated:
         else:
             found, given = computed(node, scope)
         compact, times = _written(found.tensor, given), _written(found.times, given)
-        guard = _guard(node, scope, compact, times)
-        if guard is not None and isinstance(times, cst.Attribute):
-            times = expression(f'getattr({scope.module.code(times.value)}, "{times.attr.value}", 1)')
-        return cls(node, scope, compact, times, found.heads, guard)
+        condition = guarded(node, scope, compact, times)
+        if condition is not None:
+            return cls(node, scope, compact, condition.times, found.heads, condition.guard)
+        return cls(node, scope, compact, times, found.heads)
 
 
 def grouped(repeated: Repeated) -> Found:
@@ -73,11 +74,11 @@ def grouped(repeated: Repeated) -> Found:
     line = repeated.scope.module.statement(repeated.node)
     target = held_by(repeated.node, repeated.scope)
     compact = repeated.compact
-    if target is not None and isinstance(compact, cst.Name) and _is_all_of(repeated.node, line):
+    if target is not None and isinstance(compact, cst.Name) and is_all_of(repeated.node, line):
         if compact.value == target.value or not _bound_after(compact.value, repeated):
             _unchanged(reads, repeated, Effect() if compact.value == target.value else repeated.scope.of(compact))
             new: _New = {id(use): (cst.Name(compact.value),) for use in reads.first}
-            return _found((_without(line, repeated),), reads, repeated, new)
+            return _commented(_found((_without(line, repeated),), reads, repeated, new), repeated)
     held = Effect(reads=frozenset({target.value})) if target is not None else Effect()
     if target is not None and reads.locals.count(target.value) > 1:
         held = Effect()  # it is bound anew by what is made of it, which reads it first
@@ -93,32 +94,39 @@ def _without(line: cst.CSTNode, repeated: Repeated) -> Edit:
     if guard is None:
         return Edit(line, ())
     rest = [other for other in guard.body.body if other is not line]
-    return Edit(guard, (guard.with_changes(body=guard.body.with_changes(body=rest)),) if rest else ())
+    if not rest:
+        return Edit(guard, ())
+    if isinstance(rest[0], cst.BaseStatement):
+        rest[0] = _below(_comments(line), rest[0])
+    return Edit(guard, (guard.with_changes(body=guard.body.with_changes(body=rest)),))
 
 
-def _guard(node: cst.Call, scope: Scope, compact: cst.BaseExpression, times: cst.BaseExpression) -> cst.If | None:
-    """Return the condition on which a tensor is repeated in its own place: that there is the attribute that says how
-    often.
-    """
-    module = scope.module
-    line = module.statement(node)
-    guard = module.parent(module.parent(line))
-    if not isinstance(guard, cst.If) or guard.orelse is not None or not _is_all_of(node, line):
-        return None
-    if not isinstance(module.parent(guard), cst.IndentedBlock):
-        return None
-    target, test = held_by(node, scope), guard.test
-    if not isinstance(compact, cst.Name) or target is None or target.value != compact.value:
-        return None
-    if not isinstance(times, cst.Attribute) or not isinstance(times.value, cst.Name) or not isinstance(test, cst.Call):
-        return None
-    builtin = all(scope.names.means(name) and name not in scope.locals for name in ("hasattr", "getattr"))
-    if not builtin or module.code(test.func) != "hasattr" or len(test.args) != 2:
-        return None
-    asked, name = test.args[0].value, test.args[1].value
-    if not isinstance(asked, cst.Name) or asked.value != times.value.value:
-        return None
-    return guard if isinstance(name, cst.SimpleString) and name.raw_value == times.attr.value else None
+def _comments(node: cst.CSTNode) -> list[cst.EmptyLine]:
+    """Return the comments of a statement that is taken out, each as a line of its own."""
+    return [cst.EmptyLine(comment=inner) for inner in walk(node) if isinstance(inner, cst.Comment)]
+
+
+def _below(comments: Sequence[cst.EmptyLine], statement: cst.BaseStatement) -> cst.BaseStatement:
+    """Return a statement with comments above it; as it is, where there are none."""
+    lines = getattr(statement, "leading_lines", ())
+    return statement.with_changes(leading_lines=[*comments, *lines]) if comments else statement
+
+
+def _commented(found: Found, repeated: Repeated) -> Found:
+    """Return edits that take out a statement, with its comments above the one behind it."""
+    removed = found.edits[0]
+    comments = _comments(removed.old)
+    block = repeated.block
+    after = block[next(place for place, s in enumerate(block) if s is repeated.line) + 1 :][:1]
+    if removed.new or not comments or not after or not isinstance(after[0], cst.BaseStatement):
+        return found
+    inside = {id(node) for node in walk(after[0])}
+    inner: _New = {id(edit.old): edit.new for edit in found.edits if id(edit.old) in inside}
+    changed = replace_nodes(after[0], inner) if inner else after[0]
+    if not isinstance(changed, cst.BaseStatement):
+        raise TypeError("not a statement")
+    others = tuple(edit for edit in found.edits if id(edit.old) not in inside)
+    return replace(found, edits=(*others, Edit(after[0], (_below(comments, changed),))))
 
 
 def _found(edits: tuple[Edit, ...], reads: Reads, repeated: Repeated, new: _New) -> Found:
@@ -252,14 +260,6 @@ def _above(node: cst.CSTNode, scope: Scope) -> list[cst.CSTNode]:
             break
         found.append(above)
     return found
-
-
-def _is_all_of(node: cst.CSTNode, line: cst.CSTNode) -> bool:
-    """Whether a statement does nothing but assign an expression to one name."""
-    if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
-        return False
-    small = line.body[0]
-    return isinstance(small, (cst.Assign, cst.AnnAssign)) and small.value is node
 
 
 def _bindings(name: str, scope: Scope) -> list[cst.CSTNode]:

@@ -14,6 +14,9 @@ from rewrite.analysis.tree.module import walk, without_runtime
 from rewrite.analysis.tree.nodes import block_of, names_bound_by
 
 _SWAPS = ("transpose", "swapaxes", "swapdims")
+_CASTS = ("to", "float", "half", "bfloat16", "double", "type", "type_as")
+_ABOUT = ("dtype", "device")
+"""What is asked of a tensor that heads have no part in."""
 _ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
 _SHARING = "grouped_attention"
 _Order = tuple[int, ...]
@@ -86,7 +89,7 @@ class _Following:
             self.follow(above, tuple(order[place] for place in places))
         elif order[:2] == (0, self.heads) and (reader := self._reader(node, order)) is not None:
             found.products.append(reader)
-        elif (sized := _size(node, self.scope)) is not None and order[sized[1] % 4] != self.heads:
+        elif (sized := _size(node, self.scope)) is not None and not self._counts_heads(sized[1], order):
             found.sizes.append(sized[0])
         elif (target := held_by(node, self.scope)) is not None:
             self.hold(target, order)
@@ -108,6 +111,9 @@ class _Following:
             if is_first:
                 found.first.append(use)
             self.follow(use, order)
+
+    def _counts_heads(self, place: int | None, order: _Order) -> bool:
+        return place is not None and order[place % 4] == self.heads
 
     def _reader(self, node: cst.BaseExpression, order: _Order) -> cst.Call | cst.BinaryOperation | None:
         if order[3] == 3 and (attention := attention_of(node, self.scope)) is not None:
@@ -185,7 +191,7 @@ def _moved(node: cst.BaseExpression, scope: Scope) -> tuple[cst.BaseExpression, 
         return None
     if given is None or not isinstance(call, cst.Call) or any(argument.star for argument in given):
         return None
-    if name == "contiguous" and not given:
+    if (name == "contiguous" and not given) or (name in _CASTS and isinstance(above, cst.Attribute)):
         return call, _AS_IT_IS
     axes = [axis % 4 for value in _values(given) if (axis := _integer(value)) is not None]
     if len(axes) != len(_values(given)):
@@ -276,11 +282,13 @@ def is_sharing(call: cst.Call, scope: Scope) -> bool:
     return without_runtime(scope.module.qualified(call.func)) == _SHARING and _SHARING not in scope.locals
 
 
-def _size(node: cst.BaseExpression, scope: Scope) -> tuple[cst.BaseExpression, int] | None:
-    """Return `node.shape[i]` or `node.size(i)`, and i."""
+def _size(node: cst.BaseExpression, scope: Scope) -> tuple[cst.BaseExpression, int | None] | None:
+    """Return `node.shape[i]` or `node.size(i)`, and i; `node.dtype` and the like are of no dimension."""
     above = scope.module.parent(node)
     if not isinstance(above, cst.Attribute) or above.value is not node:
         return None
+    if above.attr.value in _ABOUT:
+        return above, None
     size = scope.module.parent(above)
     if above.attr.value == "size" and isinstance(size, cst.Call) and size.func is above and len(size.args) == 1:
         place = _integer(size.args[0].value)

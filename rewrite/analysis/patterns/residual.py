@@ -117,7 +117,8 @@ def norm_classes(info: ClassInfo, attribute: str, module: Module) -> list[str | 
 
     A norm is `torch.nn.LayerNorm`, written out, or the name of a norm class of the file.
     """
-    found = [_norm_class(choice, module) for value in module.assignments(info, attribute) for choice in choices(value)]
+    values = (choice for value in module.assignments(info, attribute) for choice in choices(value))
+    found = [_norm_class(kind, module) for value in values for kind in _kinds(value, module)]
     return found if any(name is not None for name in found) else []
 
 
@@ -229,10 +230,25 @@ def choices(value: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
         yield value
 
 
-def _norm_class(value: cst.BaseExpression, module: Module) -> str | None:
+def _kinds(value: cst.BaseExpression, module: Module) -> list[cst.BaseExpression]:
+    """Return what a value may be made by: several classes where a local or a table of the file has one for each case.
+
+    Should it be made by another one after all, `add_norm` calls that as it stands.
+    """
     if not isinstance(value, cst.Call):
-        return None
-    name = module.qualified(value.func)
+        return [cst.Name("None")]  # what it is made by is not written here
+    func = value.func
+    around = next((above for above in module.ancestors(value) if isinstance(above, cst.FunctionDef)), None)
+    if isinstance(func, cst.Name) and around is not None:
+        func = single_assignments(around).get(func.value, func)
+    table = func.value if isinstance(func, cst.Subscript) else None
+    if isinstance(table, cst.Name):
+        return [element.value for held in module.tables.get(table.value, ()) for element in held.elements] or [func]
+    return list(choices(func))
+
+
+def _norm_class(kind: cst.BaseExpression, module: Module) -> str | None:
+    name = module.qualified(kind)
     if name in TORCH_NORMS:
         return name
     info = module.classes.get(name)

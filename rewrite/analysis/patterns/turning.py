@@ -6,21 +6,30 @@ from collections.abc import Iterator, Mapping
 
 import libcst as cst
 
-from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.tree.module import ClassInfo, Module, parts, self_attribute, walk
 from rewrite.analysis.tree.nodes import calls_in, parameters
 
 _PRODUCTS = ("mul", "multiply")
 _SUMS = ("add", "sub", "subtract", "addcmul")
 _REARRANGING = frozenset({"cat", "concat", "concatenate", "stack", "roll", "flip", "neg", "view_as_complex"})
+_OF_OTHERS = frozenset(
+    {"exp", "log", "softmax", "sigmoid", "topk", "argsort", "cumsum", "rand", "grid_sample", "cdist", "generate"}
+)
+"""What no rotation calls: scans, samplers, losses, and functions that make the tables."""
+_SIZES = ("shape", "size", "dim", "ndim", "dtype", "device")
 _From = frozenset[str]
 
 
 def looks_turning(function: cst.FunctionDef, module: Module, owner: ClassInfo | None = None) -> bool:
     """Whether a function multiplies one tensor with two tables, adds, and puts parts of a tensor in other places.
 
-    Also one that multiplies complex numbers, and one that takes a `cos` and a `sin` and multiplies at all.
+    The tables may be parts of one argument. Also one that multiplies complex numbers, and one that takes a `cos` and a
+    `sin` and multiplies at all. One that calls modules is not: what it calls may be.
     """
-    params = [name for name in parameters(function) if name != "self"]
+    if owner is not None and _calls_modules(function, module, owner):
+        return False
+    numbers = _numbers(function)
+    params = [name for name in parameters(function) if name != "self" and name not in numbers]
     called = set(_called(function, module, owner))
     multiplies = any(True for _ in _products(function.body)) or bool(called & {*module.functions})
     if len(params) >= 3 and multiplies and all(any(p in name for name in params) for p in ("cos", "sin")):
@@ -28,16 +37,33 @@ def looks_turning(function: cst.FunctionDef, module: Module, owner: ClassInfo | 
     products = list(_by_parameters(function, params))
     if "view_as_complex" in called:
         return len(params) >= 2 and any(one and other for one, other in products)
-    if len(params) < 3 or not called & _REARRANGING or not _adds(function.body):
+    if len(params) < 2 or not called & _REARRANGING or called & _OF_OTHERS or not _adds(function.body):
         return False
     return any(_has_two_tables(tensor, products) for tensor in params)
 
 
+def _calls_modules(function: cst.FunctionDef, module: Module, owner: ClassInfo) -> bool:
+    """Whether a method calls what its class holds, and does not define."""
+    names = {name for call in calls_in(function.body) if (name := self_attribute(call.func)) is not None}
+    return any(module.method(owner, name) is None for name in names)
+
+
+def _numbers(function: cst.FunctionDef) -> set[str]:
+    """Return the parameters that are numbers where nothing is given for them."""
+    given = (*function.params.posonly_params, *function.params.params, *function.params.kwonly_params)
+    return {param.name.value for param in given if isinstance(param.default, (cst.Integer, cst.Float))}
+
+
 def _has_two_tables(tensor: str, products: list[tuple[_From, _From]]) -> bool:
     """Whether something made from a parameter is multiplied with two tables, made from others."""
-    tables = {b for one, other in products for a, b in ((one, other), (other, one)) if tensor in a and tensor not in b}
-    tables -= {frozenset()}
+    both = [(a, b) for one, other in products for a, b in ((one, other), (other, one))]
+    tables = {b for a, b in both if tensor in map(_whole, a) and tensor not in map(_whole, b)} - {frozenset()}
     return any(one - other and other - one for one in tables for other in tables)
+
+
+def _whole(name: str) -> str:
+    """Return the parameter that something is a part of."""
+    return name.partition("[")[0]
 
 
 def _by_parameters(function: cst.FunctionDef, params: list[str]) -> Iterator[tuple[_From, _From]]:
@@ -59,13 +85,31 @@ def _assign(line: cst.Assign, made: dict[str, _From]) -> None:
             pairs = zip((element.value for element in held.elements), origins, strict=True)
         else:
             names = [element.value for element in held.elements] if isinstance(held, cst.Tuple) else [held]
-            pairs = zip(names, [_origin(value, made)] * len(names), strict=True)
+            whole = _origin(value, made)
+            in_parts = isinstance(held, cst.Tuple) and isinstance(value, cst.Name)
+            origins = [_part(whole, str(place)) if in_parts else whole for place in range(len(names))]
+            pairs = zip(names, origins, strict=True)
         made.update({name.value: origin for name, origin in pairs if isinstance(name, cst.Name)})
 
 
+def _part(whole: _From, place: str) -> _From:
+    """Return what a part of something is made from: another thing than its other parts."""
+    return frozenset(f"{name}[{place}]" for name in whole)
+
+
 def _origin(node: cst.CSTNode, made: Mapping[str, _From]) -> _From:
-    names = (inner.value for inner in walk(node) if isinstance(inner, cst.Name))
-    return frozenset[str]().union(*(made.get(name, frozenset()) for name in names))
+    """Return the parameters that an expression is made from, and the parts of them that are one item of the last
+    dimension; whose sizes are asked is none.
+    """
+    if isinstance(node, cst.Name):
+        return made.get(node.value, frozenset())
+    if isinstance(node, cst.Attribute):
+        return frozenset() if node.attr.value in _SIZES else _origin(node.value, made)
+    if isinstance(node, cst.Subscript) and isinstance(node.slice[-1].slice, cst.Index):
+        item = node.slice[-1].slice.value
+        if isinstance(item, cst.Integer) and len(node.slice) > 1:
+            return _part(_origin(node.value, made), item.value)
+    return frozenset[str]().union(*(_origin(part, made) for part in parts(node)))
 
 
 def _products(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:

@@ -14,9 +14,10 @@ import libcst as cst
 
 from rewrite.analysis.effects import Effect, Scope, attribute, between, effects_of, why_not_move
 from rewrite.analysis.effects.identity import Identity, with_argument
+from rewrite.analysis.projections.casting import adds_bias, marked
 from rewrite.analysis.projections.elementwise_products import products_in, resolved
 from rewrite.analysis.projections.linear_calls import LinearCall, linear_call, linear_kind
-from rewrite.analysis.projections.strides import relied_on
+from rewrite.analysis.projections.strides import Reads, relied_on
 from rewrite.analysis.terms.spelling import Term
 from rewrite.analysis.tree.module import ClassInfo, Module, names_in, walk
 from rewrite.analysis.tree.nodes import (
@@ -37,7 +38,6 @@ REASONS: Mapping[str, str] = {
     "called_twice": "one projection is called more than once with this argument",
     "argument_changes": "the argument is written between the calls, or computed at each",
     "not_proven": "what stands between the calls may write what they read, or leave the block",
-    "strides_read": "a result is read in a way that a slice of a larger tensor does not allow",
 }
 
 _PLAIN_LINEAR = ("torch.nn.Linear", "torch.nn.modules.linear.Linear")
@@ -142,8 +142,9 @@ def merge(group: Group, module: Module) -> Found | Skip:
         return skip
     scope = effects_of(module).scope(group.method, group.owner)
     reads = relied_on(scope, group.calls)
-    if reads.problem:
-        return Skip("strides_read", reads.problem)
+    operator = "packed_linear"
+    if reads.problem:  # what is contiguous reads as `nn.Linear`'s own
+        operator, reads = "packed_linear_dense", Reads()
     taken = local_names(group.method, module)
     first = group.first.statement
     copied = reads.leaving
@@ -155,7 +156,7 @@ def merge(group: Group, module: Module) -> Found | Skip:
     names = [hoisted.get(id(call.statement)) or fresh_name(_stem(call.attribute), taken) for call in group.calls]
     packed = call_statement(
         f"{', '.join(names)} = ",
-        "packed_linear",
+        operator,
         [module.code(group.first.argument), *(f"self.{attribute}" for attribute in group.attributes)],
         module,
         indent=module.indentation(first),
@@ -164,7 +165,14 @@ def merge(group: Group, module: Module) -> Found | Skip:
         id(call.node): expression(f"{name}.contiguous()" if id(call.node) in copied else name)
         for call, name in zip(group.calls, names, strict=True)
     }
-    return Found(tuple(_edits(group, results, hoisted, packed, reads.reshapes)), ("packed_linear",))
+    marks = marked({module.qualified(call.func) for call in _makers(group, module)}, module)
+    uses = (operator, "casts_weight") if marks else (operator,)
+    return Found((*_edits(group, results, hoisted, packed, reads.reshapes), *marks), uses)
+
+
+def _makers(group: Group, module: Module) -> list[cst.Call]:
+    values = (v for name in group.attributes for v in attribute(group.owner, name, effects_of(module).names).values)
+    return [value for value in values if isinstance(value, cst.Call)]
 
 
 def _edits(
@@ -245,7 +253,10 @@ def _odd_projection(group: Group, module: Module) -> Skip | None:
 
 
 def _builds_linear(value: cst.BaseExpression, module: Module) -> bool:
-    return isinstance(value, cst.Call) and effects_of(module).names.resolved(value.func) in _PLAIN_LINEAR
+    if not isinstance(value, cst.Call):
+        return False
+    name = effects_of(module).names.resolved(value.func)
+    return name in _PLAIN_LINEAR or adds_bias(name, module) is not None
 
 
 def _unordered(group: Group, scope: Scope) -> Skip | None:

@@ -3,7 +3,8 @@
 The results of `packed_linear` are slices of one buffer along the last dimension: equal in value, but not contiguous.
 Arithmetic, splitting the last dimension and whatever copies do not notice. A `view` that is not seen to split heads
 becomes `reshape`, since one that merges the last dimension with others fails; `is_contiguous` or `as_strided` see
-something else. A result that leaves `forward` is copied there: outside, one of `nn.Linear` is contiguous.
+something else, and so may what nobody knows: for these `packed_linear_dense` gives tensors that lie as `nn.Linear`'s
+do. A result that leaves `forward` is copied there: outside, one of `nn.Linear` is contiguous.
 """
 
 from __future__ import annotations

@@ -19,7 +19,17 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.terms.spelling import ALIASES, ARGUMENTS, BINARY, COMPARISON, KEYWORDS, Term, constant, make
+from rewrite.analysis.terms.spelling import (
+    ALIASES,
+    ARGUMENTS,
+    BINARY,
+    COMPARISON,
+    KEYWORDS,
+    Term,
+    constant,
+    make,
+    named_call,
+)
 from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.tree.nodes import names_bound_by
 from rewrite.errors import RewriteError
@@ -294,11 +304,11 @@ class Run:
                 return self.follow(helper, plain, keywords)
         function = self.expression(node.func, environment)
         if function.op == "name":
-            return operation(function.value.removeprefix("torch."), plain, keywords)
+            return operation(named_call(function.value.removeprefix("torch.")), plain, keywords)
         if function.op.startswith("."):
             if function.op.endswith("_"):
                 raise NotComputable("an operation in place")
-            return operation(function.op[1:], [*function.args, *plain], keywords)
+            return operation(named_call(function.op[1:]), [*function.args, *plain], keywords)
         if function.op == "dtype" or function.op == "shape":
             raise NotComputable(f"a call of {function.op}")
         return operation("call", [function, *plain], keywords)

@@ -166,6 +166,18 @@ def _factors(term: Term) -> tuple[Term, ...]:
     return term.args if term.op == "mul" else ()
 
 
+_SYNTAX = {
+    "attribute", "call", "cast", "constant", "deleted", "dtype", "in", "index", "inner", "is", "isnot", "keyword",
+    "keywords", "name", "not", "notin", "parameter", "select", "self", "shape", "slice", "star", "tuple",
+}  # fmt: skip
+"""Operations that stand for Python's syntax and for leaves, whatever has a method of the name: `x.select(0, 1)`."""
+
+
+def named_call(name: str) -> str:
+    """Return the operation of a call by name, which is none of Python's syntax."""
+    return f"{name}()" if name in _SYNTAX else name
+
+
 def make(name: str, *args: Term) -> Term:
     """Return the canonical term of operation `name` on `args`."""
     name = ALIASES.get(name, name)

@@ -187,13 +187,13 @@ class Module:
             given = [line.value for line in lines if func.deep_equals(line.targets[0].target)]
             chosen = given[0] if len(given) == 1 else func
         if isinstance(chosen, cst.Subscript) and isinstance(chosen.value, cst.Name):
-            for table in self._tables.get(chosen.value.value, ()):
+            for table in self.tables.get(chosen.value.value, ()):
                 yield from (self.qualified(e.value) for e in table.elements if isinstance(e, cst.DictElement))
         else:
             yield self.qualified(func)
 
     @cached_property
-    def _tables(self) -> dict[str, list[cst.Dict]]:
+    def tables(self) -> dict[str, list[cst.Dict]]:
         """The dictionaries in braces that the file gives a name at its top."""
         found: dict[str, list[cst.Dict]] = {}
         lines = (statement for statement in self.tree.body if isinstance(statement, cst.SimpleStatementLine))

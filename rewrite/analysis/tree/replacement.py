@@ -11,18 +11,22 @@ from rewrite.analysis.tree.nodes import LINE_LENGTH, bound_names, parameters
 from rewrite.offers import is_of_runtime
 
 
-def returning(function: cst.FunctionDef, call: cst.SimpleStatementLine) -> cst.FunctionDef:
-    """Return `function` with its docstring kept and everything after it replaced by `call`.
+def returning(
+    function: cst.FunctionDef, call: cst.SimpleStatementLine, staying: Sequence[cst.BaseStatement] = ()
+) -> cst.FunctionDef:
+    """Return `function` with its docstring kept, what is `staying`, and everything else replaced by `call`.
 
     The comments of the old body stand before `call`: they belong to the reader of the file, not to the rewriter.
     """
     statements = list(function.body.body)
     kept = [statements.pop(0)] if statements and is_docstring(statements[0]) else []
+    stays = {id(statement) for statement in staying}
+    statements = [statement for statement in statements if id(statement) not in stays]
     lines = [cst.EmptyLine(comment=comment) for comment in _comments(statements, function.body)]
     block = function.body
     if not isinstance(block, cst.IndentedBlock):
         return function.with_changes(body=cst.IndentedBlock([call]))
-    new = [*kept, call.with_changes(leading_lines=lines)]
+    new = [*kept, *staying, call.with_changes(leading_lines=lines)]
     return function.with_changes(body=block.with_changes(body=new, footer=[]))
 
 

@@ -16,7 +16,7 @@ from ..models.model_inputs import TEXT, kinds_of
 from ..models.model_pair import Workbench, build, on_original
 from ..models.subjects import Subject
 from .reader import fields_read
-from .runs import Observed, Outputs, Runs
+from .runs import Observed, Runs
 from .values import Choices, Variation, changed, choices
 
 APART = ("output_", "return_", "use_cache", "bidirectional", "causal", "is_decoder")
@@ -233,22 +233,22 @@ class Configurations:
         maximum = "fp64 max" if self._runs.dtype == "float64" else "fp32 max"
         try:
             near_exact(expected.initial, found.initial, maximum)
-            figures = near_exact(expected.outputs, found.outputs, maximum, self._without_roundings(expected))
+            truth = self._without_roundings(expected)
+            figures = near_exact(expected.outputs, found.outputs, maximum, lambda: truth().outputs)
             if expected.gradients:
-                figures |= {
-                    f"gradients {name}": value
-                    for name, value in near_exact(expected.gradients, found.gradients, "gradient max").items()
-                }
+                exact = (lambda: truth().gradients) if maximum == "fp64 max" else None
+                compared = near_exact(expected.gradients, found.gradients, "gradient max", exact)
+                figures |= {f"gradients {name}": value for name, value in compared.items()}
         except Mismatch:
             if expected.differs(self._runs.original(expected.variations, expected.weights)):
                 raise NotRun("the original computes something else each time") from None
             raise
         return figures
 
-    def _without_roundings(self, expected: Observed) -> Callable[[], Outputs]:
-        def run() -> Outputs:
+    def _without_roundings(self, expected: Observed) -> Callable[[], Observed]:
+        def run() -> Observed:
             with unrounded():
-                return self._runs.original(expected.variations, expected.weights).outputs
+                return self._runs.original(expected.variations, expected.weights)
 
         return run
 

@@ -75,7 +75,7 @@ def _looked_up(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     for scale in EMBEDDED:
         loop = Loop(bench, variant, 1, 11, "looked up")
         loop.batch = replace(loop.batch, input_ids=loop.batch.input_ids.repeat(1, 3))
-        _embed_larger(loop.pair, scale)
+        embed_larger(loop.pair, scale)
         loop.original(LONGER, **looked_up)  # some models do not take it
         original = loop.original(LONGER)
         repeats = _repeats_itself(original.tokens[0].tolist())
@@ -104,7 +104,7 @@ def _looked_up_by_row(bench: Workbench, variant: Variant) -> Mapping[str, Figure
 
     loop = Loop(bench, variant, 3, 11, "rows looked up")
     pair, package, batch = loop.pair, loop.package, loop.batch
-    _embed_larger(pair, EMBEDDED[0])
+    embed_larger(pair, EMBEDDED[0])
     begun = loop.original(11)
     more = torch.cat([begun.tokens[:2], batch.input_ids[2:]])
     mask = None if batch.mask is None else torch.cat([batch.mask, torch.ones_like(batch.mask)], dim=1)
@@ -128,7 +128,7 @@ def _looked_up_by_row(bench: Workbench, variant: Variant) -> Mapping[str, Figure
     return {**figures, "steps": len(steps)}
 
 
-def _embed_larger(pair: Pair, scale: float) -> None:
+def embed_larger(pair: Pair, scale: float) -> None:
     """Let the last token decide on the next, the one behind it of five, so that drafts of the text's own are right."""
     import torch
 

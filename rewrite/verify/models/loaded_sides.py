@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from rewrite.errors import SideNotFound
+from rewrite.source import importable
 
 from ..judging.verdict import Identity
 
@@ -114,7 +115,8 @@ def load(source: Source) -> ModuleType:
 def _imported(source: Source) -> ModuleType:
     package = source.package
     if package is None and _imports_neighbours(source.path):
-        return _import_from_folder(source.path)
+        inside = importable.name_of(source.path)
+        return _import_from_folder(source.path) if inside is None else importlib.import_module(inside)
     if package is None:
         return _import_file(_free_name(source.path.stem, source.path), source.path, None)
     tail = ".".join(source.path.relative_to(package).with_suffix("").parts)

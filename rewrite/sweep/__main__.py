@@ -1,4 +1,4 @@
-"""`rewrite sweep`: every modeling file, rewritten and verified."""
+"""`python -m rewrite.sweep`: every modeling file, rewritten and verified."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rewrite.options.shared_options import Command, reporting_options
+from rewrite import program
+from rewrite.options.shared_options import Command, tool_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +22,10 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command(
     cls=Command,
     short_help="Rewrite and verify every modeling file of a transformers.",
-    examples=("rewrite sweep llama qwen3 --jobs 2", "rewrite sweep --sample 8 --no-verify --json rows.json"),
+    examples=(
+        "python -m rewrite.sweep llama qwen3 --jobs 2",
+        "python -m rewrite.sweep --sample 8 --no-verify --json rows.json",
+    ),
 )
 @click.argument("models", nargs=-1, metavar="[FOLDER]...")
 @click.option("--transformers", "root", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR",
@@ -40,7 +44,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--beside", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="OTHER.json",
               help="The table of another device, to stand as a column in --markdown.")  # fmt: skip
 @click.option("--verify/--no-verify", default=True, help="Without: only rewrite; runs nothing.")
-@reporting_options
+@tool_options
 def sweep(
     models: tuple[str, ...],
     root: Path | None,
@@ -108,3 +112,7 @@ def sweep(
         screen.problem("worse", text)
     failed = bool(worse) if against is not None else any(row.outcome == "fail" for row in found)
     return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    program.leave(lambda: program.run(sweep, "python -m rewrite.sweep", own=True))

@@ -1,4 +1,4 @@
-"""`rewrite kernels`: what the kernels take of AMD's and NVIDIA's chips, by compiling ahead of time; a speed model."""
+"""`python -m rewrite.kernels`: what kernels take of a chip, by compiling ahead of time; a speed model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rewrite import program
 from rewrite.kernels.cards import CARDS
 from rewrite.kernels.chips import CHIPS
-from rewrite.options.shared_options import FOLDER, Command, reporting_options
+from rewrite.options.shared_options import FOLDER, Command, tool_options
 
 if TYPE_CHECKING:
     from rewrite.console.console import Screen
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     cls=Command,
     short_help="Compile the kernels for chips that need not be there.",
     examples=(
-        "rewrite kernels linear rms_norm --target gfx942",
-        "rewrite kernels linear --record before.json   # later: --against before.json",
-        "rewrite kernels 8b --card H100 --card MI300X",
-        "rewrite kernels rms_norm decode_attention --exact",
+        "python -m rewrite.kernels linear rms_norm --target gfx942",
+        "python -m rewrite.kernels linear --record before.json",
+        "python -m rewrite.kernels 8b --card H100 --card MI300X",
+        "python -m rewrite.kernels rms_norm decode_attention --exact",
     ),
 )
 @click.argument("names", metavar="[KERNEL|MODEL]…", nargs=-1)
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     "--card", "cards", type=click.Choice(tuple(CARDS)), multiple=True, help="Model a decode step there; repeatable."
 )
 @click.option("--exact", is_flag=True, help="Compare with formulas, in a ring: no bit may differ.")
-@reporting_options
+@tool_options
 def kernels(
     names: tuple[str, ...],
     cards: tuple[str, ...],
@@ -184,3 +185,7 @@ def _modelled(
         screen.line("modelled", speed_tables.summary(step))
     json_report.write(json_path, "kernels", speed_tables.record(steps, low))
     return 1 if low else 0
+
+
+if __name__ == "__main__":
+    program.leave(lambda: program.run(kernels, "python -m rewrite.kernels", own=True))

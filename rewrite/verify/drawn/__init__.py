@@ -1,0 +1,1 @@
+"""`generate()` by property: calls drawn by seed, the original against the rewritten package."""
