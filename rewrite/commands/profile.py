@@ -24,7 +24,7 @@ HEADINGS = {
         "shape", "weights", "config", "layers", "class", "dtype", "device", "original", "trust-remote-code",
     ),
     "How": ("batch", "context", "seconds"),
-    "What is said": ("html", "markdown", "png", "ladder", "families", "traces", "json", "quiet"),
+    "What is said": ("html", "markdown", "png", "traces", "json", "quiet"),
 }  # fmt: skip
 
 
