@@ -83,9 +83,11 @@ class _Split:
             elif _names(statement) & self.made and isinstance(statement, cst.SimpleStatementLine):
                 self.left.append(statement)
                 sizes.append(statement)
-            else:
+            elif _assigns(statement):
                 self.kept.append(statement)
                 self.bound |= _bound(statement)
+            else:
+                return False
         if not self.kept or self.bound & self.made:
             return False
         self._keep_needed(sizes, statements)
@@ -148,6 +150,17 @@ def _is_guard(statement: cst.BaseStatement) -> bool:
     if isinstance(statement, cst.If):
         return statement.orelse is None and all(_raises(inner) for inner in statement.body.body)
     return isinstance(statement, cst.SimpleStatementLine) and all(isinstance(s, cst.Assert) for s in statement.body)
+
+
+def _assigns(statement: cst.CSTNode) -> bool:
+    """Whether a statement does nothing but assign: a definition or an import may stand for a name that is called."""
+    if isinstance(statement, cst.If):
+        behind = statement.orelse.body if isinstance(statement.orelse, cst.Else) else statement.orelse
+        return all(_assigns(inner) for inner in statement.body.body) and (behind is None or _assigns(behind))
+    if isinstance(statement, cst.IndentedBlock):
+        return all(_assigns(inner) for inner in statement.body)
+    kinds = (cst.Assign, cst.AnnAssign, cst.AugAssign)
+    return isinstance(statement, cst.SimpleStatementLine) and all(isinstance(s, kinds) for s in statement.body)
 
 
 def _raises(statement: cst.CSTNode) -> bool:

@@ -117,13 +117,16 @@ class Run:
         return None
 
     def branch(self, test: Term, statement: cst.If, environment: Bindings) -> None:
-        """Execute a conditional statement: a local that both ways bind differently becomes a `select`."""
+        """Execute a conditional statement: a local that both ways bind differently becomes a `select`.
+
+        One that a single way binds stays a local, of which nothing is known: no function of the file is meant by it.
+        """
         yes, no = dict(environment), dict(environment)
         self.block(statement.body.body, yes)
         self.block(_otherwise(statement), no)
         for name in {*yes, *no}:
             if name not in yes or name not in no:
-                environment.pop(name, None)
+                environment[name] = Term("bound on a condition", (), name)
             elif yes[name] != no[name]:
                 environment[name] = make("select", test, yes[name], no[name])
             else:
