@@ -209,7 +209,7 @@ REFUSED = {
     "del self.q_proj": "`q_proj` is also set from outside",
     # leaves the block
     "if flag: return other": "`return` stands before it",
-    "if flag: raise ValueError(flag)": "not known to write nothing",
+    "if flag: raise ValueError(flag)": "`raise` stands before it",
     "assert x.shape[-1] == 8, 'size'": "`assert` stands before it",
     "if flag: raise": "`raise` stands before it",
     "yield other": "others run in between",

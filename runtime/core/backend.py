@@ -272,10 +272,18 @@ def are_watched(modules: Iterable[object]) -> bool:
     """
     if is_compiling():
         return False
-    own = (vars(module) for module in modules if isinstance(module, nn.Module))
-    return (
-        any(one.get("_forward_hooks") or one.get("_forward_pre_hooks") or "forward" in one for one in own)
-        or _has_any_global_hook()
+    return _has_any_global_hook() or any(map(_is_watched, modules))
+
+
+def _is_watched(module: object) -> bool:
+    if not isinstance(module, nn.Module):
+        return False
+    own = vars(module)
+    hooks = own.get("_forward_hooks")
+    return bool(
+        (hooks and any(map(takes_part, hooks.values())))
+        or own.get("_forward_pre_hooks")
+        or ("forward" in own and not has_own_forward(module))
     )
 
 

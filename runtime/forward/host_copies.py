@@ -153,7 +153,7 @@ class HostCopies(TorchFunctionMode):
         """Return the arguments of a function with the device's copies for what it would copy."""
         args = list(args)
         if func is Tensor.__setitem__ and _is_number(args[2]) and _is_plain(args[1]):
-            args[2] = torch.tensor(args[2], dtype=args[0].dtype)
+            args[2] = torch.tensor(args[2], dtype=args[0].dtype, device="cpu")
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             args[1] = self._index(args[1])
         return [self._instead(value) for value in args], {key: self._instead(value) for key, value in given.items()}
@@ -168,7 +168,7 @@ class HostCopies(TorchFunctionMode):
         if isinstance(index, tuple):
             return tuple(map(self._index, index))
         if isinstance(index, list) and index and not self._has_own(index):
-            index = torch.tensor(index)
+            index = torch.tensor(index, device="cpu")
         if self._is_host(index) and index.dtype in (torch.bool, torch.uint8) and index.dim() == 1:
             return index.nonzero()[:, 0]
         return index

@@ -170,6 +170,7 @@ def gated_linear(
     if len(projections) == 1:
         gate, up = projections[0](input).chunk(2, dim=-1)
     elif backend.are_watched((*projections, activation)):
+        backend.count_fallback("packed_linear", "observed", projections[0])
         return activation(projections[0](input)) * projections[1](input)
     else:
         gate, up = multiply(input, *projections)

@@ -86,6 +86,7 @@ def qkv_rope_cache(
     if norm is not None:
         hidden_states = normed(hidden_states, norm)
     if len(projections) == 3 and not heads_first and backend.are_watched((*projections, q_norm, k_norm)):
+        backend.count_fallback("packed_linear", "observed", projections[0])
         query, key, value = (
             split_heads(projection(hidden_states), head_norm, head_dim)
             for projection, head_norm in zip(projections, (q_norm, k_norm, None), strict=True)

@@ -108,6 +108,7 @@ def _undecorated(models: tuple[Any, Any]) -> None:
 def _unwrapped(models: tuple[Any, Any]) -> None:
     accelerate = pytest.importorskip("accelerate")
     for model in models:
+        accelerate.state.AcceleratorState._reset_state(True)  # of what ran in this process before
         accelerator = accelerate.Accelerator(cpu=not GPU, mixed_precision="bf16")
         accelerator.unwrap_model(accelerator.prepare_model(model, evaluation_mode=True), keep_fp32_wrapper=False)
         accelerate.state.AcceleratorState._reset_state(True)

@@ -24,10 +24,6 @@ def sets(*names: str) -> Of:
 DRAWN: tuple[tuple[Bug, Of], ...] = (
     (bug("stop strings that begin in the prompt", "if reads_prompt:", "if False:"), sets("stop_strings")),
     (
-        bug("of a banned word the first token", "if any(len(ids) != 1 for ids in biases):", "if False:"),
-        sets("bad_words_ids"),
-    ),
-    (
         bug(
             "new tokens counted from the beginning",
             "least = processor.prompt_length_to_skip + processor.min_new_tokens",
@@ -89,23 +85,11 @@ DRAWN: tuple[tuple[Bug, Of], ...] = (
     ),
     (
         bug(
-            "an end token in 16 bits",
-            "eos = torch.cat([ids.to(device) for ids in call.ends]).clone()",
-            "eos = torch.cat([ids.to(device) for ids in call.ends]).to(torch.int16).long()",
-        ),
-        lambda call: call.rows > 1 and sets("vocabulary", "eos_token_id", "return_dict_in_generate")(call),
-    ),
-    (
-        bug(
             "a criterion of the caller's taken for one of transformers'",
             "if any(type(criterion) not in _KNOWN_CRITERIA for criterion in call.criteria):",
             "if False:",
         ),
         sets("stopping_criteria"),
-    ),
-    (
-        bug("positions beyond the rotary tables", "FIRST_ROOM) + ahead", "FIRST_ROOM)"),
-        lambda call: call.given.get("position_ids") == "far",
     ),
 )
 """A bug, and the calls that can show it."""
