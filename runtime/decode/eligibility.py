@@ -255,8 +255,14 @@ def has_own_inputs(model: Any, call: Call) -> bool:
         own_steps(model)
         or call.cache_name != cache_argument.passed_on()
         or not given <= _KNOWN_INPUTS
-        or not given <= {*inspect.signature(model.forward).parameters}  # which hands them on among its keywords
+        or not given <= _named(type(model).forward)  # which hands them on among its keywords
     )
+
+
+@functools.cache
+def _named(forward: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of a function's parameters, which takes too long to ask at each call."""
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def unsupported_reason(

@@ -31,7 +31,9 @@ TRIED = 2
 def with_hidden_cache(model: Any, call: Call) -> Call:
     """Return a call with a cache where it goes without one, and `call` itself where it has one or none can be made."""
     given = any(call.inputs.get(name) is not None for name in cache_argument.NAMES)
-    if call.config.use_cache or given or "use_cache" not in call.model_kwargs:
+    config = call.config
+    other = config.cache_implementation not in (None, "dynamic") or config.is_assistant  # nothing is made in vain
+    if config.use_cache or given or other or "use_cache" not in call.model_kwargs:
         return call
     config = copy.copy(call.config)
     config.use_cache = True
