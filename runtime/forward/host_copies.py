@@ -27,7 +27,6 @@ _READS = {
     torch.index_put, torch.where, torch.index_put_,
 }  # fmt: skip
 """Take host tensors beside the device's, and copy them; of other functions a host's number is an argument."""
-_PLACES = (int, slice, type(None), type(...))
 
 
 class ChangesFromCallToCall(RuntimeError):
@@ -152,7 +151,9 @@ class HostCopies(TorchFunctionMode):
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return the arguments of a function with the device's copies for what it would copy."""
         args = list(args)
-        if func is Tensor.__setitem__ and _is_number(args[2]) and _is_plain(args[1]):
+        if func is Tensor.__setitem__ and self._has_mask(args[1]):
+            return args, given  # which torch fills with a number of the host's: one of the device it would assign
+        if func is Tensor.__setitem__ and isinstance(args[2], (int, float)):
             args[2] = torch.tensor(args[2], dtype=args[0].dtype, device="cpu")
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             args[1] = self._index(args[1])
@@ -163,6 +164,12 @@ class HostCopies(TorchFunctionMode):
             return type(value)(map(self._instead, value))
         return self._own(value) if self._is_host(value) else value
 
+    def _has_mask(self, index: Any) -> bool:
+        """Return whether a mask of the device is in an index."""
+        if isinstance(index, tuple):
+            return any(map(self._has_mask, index))
+        return self._is_own(index) and index.dtype in (torch.bool, torch.uint8)
+
     def _index(self, index: Any) -> Any:
         """Return an index with tensors for its lists, which torch makes of them on the host."""
         if isinstance(index, tuple):
@@ -172,16 +179,6 @@ class HostCopies(TorchFunctionMode):
         if self._is_host(index) and index.dtype in (torch.bool, torch.uint8) and index.dim() == 1:
             return index.nonzero()[:, 0]
         return index
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
-
-
-def _is_plain(index: Any) -> bool:
-    """Return whether an index has no tensor, list or truth value in it."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(isinstance(part, _PLACES) and not isinstance(part, bool) for part in parts)
 
 
 def _moved(func: Callable[..., Any], own: Tensor, args: Sequence[Any], given: Mapping[str, Any]) -> Tensor:

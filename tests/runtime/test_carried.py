@@ -187,6 +187,8 @@ def test_states_that_a_caller_gives_are_continued_and_written_as_in_the_original
 
 def test_a_cache_of_the_callers_without_layers_takes_the_original_loop() -> None:
     models = pair(KEEPS)
+    for model in models:
+        model.set_attn_implementation("eager")  # its masks of one step are none that torch 2.11 takes on a card
     made = [{**asked(), asked_with(model): transformers.DynamicCache()} for model in models]
     outputs = [run(*one) for one in zip(models, made, strict=True)]
     assert reasons() == ["cache_kind"]

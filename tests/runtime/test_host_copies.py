@@ -41,6 +41,13 @@ def assigned(x: Tensor) -> Tensor:
     return x
 
 
+def filled(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[x > 0] = torch.tensor(2.0)
+    x[x < -1] = 3
+    return x + torch.tensor(1.0, device=x.device)
+
+
 COPIES = {
     "a number": added,
     "a list": lambda x: x + torch.tensor([1.0, 2.0, 3.0], device=x.device),
@@ -203,10 +210,10 @@ def test_a_known_number_is_read_once():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spelling", [*COPIES, "a check", "an attribute"])
+@pytest.mark.parametrize("spelling", [*COPIES, "a check", "a mask", "an attribute"])
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_a_graph_has_what_the_host_copies(device, spelling):
-    copied = (COPIES | {"a check": checked}).get(spelling)
+    copied = (COPIES | {"a check": checked, "a mask": filled}).get(spelling)
     model = made(device, from_attribute if copied is None else lambda model, x, _: copied(model.linear(x)[:3, :3]))
     model.table = torch.arange(3)
     for number in range(3):

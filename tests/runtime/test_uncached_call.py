@@ -72,7 +72,7 @@ def test_a_configuration_may_ask_for_it():
     original.load_state_dict(model.state_dict())
     mine, theirs = (run(one, prompt())[0].sequences for one in (model, original))
     assert torch.equal(mine, theirs)
-    assert loops(model) == []
+    assert loops(model) == (["step_not_capturable"] if GPU else [])  # the original makes its slopes on the host
 
 
 def test_of_an_encoder_and_a_decoder():
