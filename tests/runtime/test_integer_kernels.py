@@ -8,6 +8,7 @@ from block_weights import Norm
 from conftest import INTERPRETED
 from torch import Tensor
 
+from hf_rewrite_runtime.integer.integer_gemv import Form, form_for, launch_integer_gemv
 from hf_rewrite_runtime.integer.integer_linear import launch_integer_row
 from hf_rewrite_runtime.integer.integer_rows import launch_integer_rows
 from hf_rewrite_runtime.integer.integer_weights import (
@@ -89,6 +90,32 @@ def test_one_row(form: str, dtype: torch.dtype, kind: str, device: torch.device)
     for tile in (None, (2, 4, 1), (8, 16, 1)):
         launch_integer_row(x, weight, bias, prologue_of(norm), residual, out, kind, tile)
         wanted = product(x, weight, bias, norm, residual)
+        if kind:
+            gate, up = wanted.chunk(2, -1)
+            wanted = torch.nn.functional.silu(gate) * up
+        close(out, wanted, dtype)
+
+
+@pytest.mark.parametrize("kind", ["", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("form", "count"),
+    [("4 bits", 1), ("groups of 32", 1), ("zeros", 1), ("one scale a row", 1), ("4 bits", 5), ("one scale a row", 13)],
+)
+def test_on_matrix_units(form: str, count: int, dtype: torch.dtype, kind: str, device: torch.device) -> None:
+    """With a last step that begins in the one before, and a last tile of rows that does."""
+    torch.manual_seed(0)
+    weight = integers(device, 80, 768 if form == "one scale a row" else 640, form)
+    cols = weight.shape[1]
+    x, bias = (torch.randn(count, cols, device=device) + 1).to(dtype), torch.randn(80, device=device).to(dtype)
+    norm = Norm((torch.rand(cols, device=device) + 0.5).to(dtype))
+    residual = None if kind else torch.randn(count, 80, device=device).to(dtype)
+    assert form_for(x, weight, prologue_of(norm), kind) is not None
+    for normed, tile in ((norm, Form(1, 1, 1)), (None, Form(2, 2, 2)), (norm, Form(2, 4, 1))):
+        out = torch.full((count, 40 if kind else 80), torch.nan, device=device, dtype=dtype)
+        prologue = None if normed is None else prologue_of(normed)
+        launch_integer_gemv(x, weight, bias, prologue, residual, out, kind, tile)
+        wanted = product(x, weight, bias, normed, residual)
         if kind:
             gate, up = wanted.chunk(2, -1)
             wanted = torch.nn.functional.silu(gate) * up
