@@ -31,8 +31,7 @@ from ..core import backend
 from ..core.prefill_context import refuse
 from ..device.row_tiles import KERNEL_DTYPES
 from ..linear import packing
-from ..linear.block_linear import are_blocks, block_linear, blocks_of, is_block_linear
-from ..linear.blocks import dequantized
+from ..linear.block_linear import ScaledLinear, are_blocks, block_linear, is_block_linear
 from ..linear.linear import before, few_rows, linear, takes_few_rows
 from ..linear.prologue import prologue_of
 from ..norms.norm_form import Prologue
@@ -175,8 +174,8 @@ def _reason_against(q: Tensor, up: nn.Module) -> str | None:
 
 def _weight(linear: nn.Module, dtype: torch.dtype) -> Tensor:
     """Return a projection's weight; one with a scale for each block is dequantised for the call."""
-    if is_block_linear(linear):
-        return dequantized(blocks_of(linear), dtype)
+    if isinstance(linear, ScaledLinear) and linear.is_intact():
+        return linear.dense(dtype)
     weight = linear._parameters["weight"]
     assert weight is not None
     return weight
@@ -240,7 +239,7 @@ def _projected(
     if are_blocks((first, down)):
         scaled = block_linear(hidden_states, (first, down), norm)
         if scaled is not None:
-            q, compressed = scaled.split([part.get_parameter("weight").shape[0] for part in (first, down)], -1)
+            q, compressed = scaled.split([part.out_features for part in (first, down)], -1)  # type: ignore[misc]
             return q, compressed
     elif takes_few_rows(hidden_states):
         x, prologue = before(hidden_states, norm)

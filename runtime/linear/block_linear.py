@@ -156,7 +156,30 @@ REASONS = {
 Parameters = tuple[Blocks, Tensor | None]
 
 
-class BlockLinear(Adopter, nn.Module):
+class ScaledLinear(nn.Module):
+    """A layer whose weight is no tensor that could be multiplied as it lies, and which has products of its own."""
+
+    def is_intact(self) -> bool:
+        """Return whether the weight is still what the products read."""
+        raise NotImplementedError
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight `[O, I]`, dequantised."""
+        raise NotImplementedError
+
+    @staticmethod
+    def product(
+        input: Tensor,
+        projections: Sequence[nn.Module],
+        norm: nn.Module | None,
+        residual: Tensor | None,
+        kind: str | None,
+    ) -> Tensor | None:
+        """Return what `block_linear` does, of layers of this kind."""
+        raise NotImplementedError
+
+
+class BlockLinear(Adopter, ScaledLinear):
     """A layer whose weight has a scale for each block; the first base of what takes `FP8Linear`'s place."""
 
     @staticmethod
@@ -168,6 +191,35 @@ class BlockLinear(Adopter, nn.Module):
                 if kind not in _classes:
                     _classes[kind] = type(kind.__name__, (BlockLinear, kind), {"__module__": __name__})
                 module.__class__ = _classes[kind]
+
+    def is_intact(self) -> bool:
+        """Return whether the weight has 8 bits: a model that was cast has others."""
+        weight = self._parameters["weight"]
+        return weight is not None and weight.dtype == torch.float8_e4m3fn
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight `[O, I]`, dequantised."""
+        return dequantized(blocks_of(self), dtype)
+
+    @staticmethod
+    def product(
+        input: Tensor,
+        projections: Sequence[nn.Module],
+        norm: nn.Module | None,
+        residual: Tensor | None,
+        kind: str | None,
+    ) -> Tensor | None:
+        """Return what `block_linear` does; the gated product of one row only."""
+        if not takes_rows(input) or (kind is not None and input.numel() != input.shape[-1]):
+            return None
+        parameters = block_parameters(projections)
+        reason = parameters if isinstance(parameters, str) else _reason_against(input, parameters, residual, norm)
+        if reason is not None:
+            backend.count_fallback("block_linear", reason, projections[0])
+            return None
+        if kind is not None and parameters[0].shape[0] // 2 % parameters[0].rows:  # type: ignore[union-attr]
+            return None
+        return _by_kernel(input, parameters, norm, residual, kind or "")  # type: ignore[arg-type]
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product of `[…, I]`, `[…, O]`."""
@@ -200,16 +252,14 @@ def blocks_of(module: nn.Module) -> Blocks:
 
 
 def is_block_linear(projection: nn.Module) -> bool:
-    """Return whether a projection is of this file; its kernels stand for it where nothing observes it."""
-    if not isinstance(projection, BlockLinear):
-        return False
-    weight = projection._parameters["weight"]
-    return weight is not None and weight.dtype == torch.float8_e4m3fn
+    """Return whether a projection has products of its own; they stand for it where nothing observes it."""
+    return isinstance(projection, ScaledLinear) and projection.is_intact()
 
 
 def are_blocks(projections: Sequence[nn.Module]) -> bool:
-    """Return whether all projections are of this file."""
-    return all(is_block_linear(projection) for projection in projections)
+    """Return whether all projections have products of their own, and the same."""
+    first = getattr(projections[0], "product", None)
+    return all(is_block_linear(one) and getattr(one, "product", None) is first for one in projections)
 
 
 def block_parameters(projections: Sequence[nn.Module]) -> Parameters | str:
@@ -242,24 +292,14 @@ def block_linear(
     residual: Tensor | None = None,
     kind: str | None = None,
 ) -> Tensor | None:
-    """Return `projection(norm(input)) + residual` of block-scaled projections as one, by a kernel.
+    """Return `projection(norm(input)) + residual` of projections with products of their own as one, by a kernel.
 
     With `kind`, an activation of `gated_activation`, the gated product. None where the projections have to be called;
     why is counted.
     """
-    if not takes_rows(input) or (kind is not None and input.numel() != input.shape[-1]):
-        return None
-    parameters = block_parameters(projections)
-    if isinstance(parameters, str):
-        backend.count_fallback("block_linear", parameters, projections[0])
-        return None
-    reason = _reason_against(input, parameters, residual, norm)
-    if reason is not None:
-        backend.count_fallback("block_linear", reason, projections[0])
-        return None
-    if kind is not None and parameters[0].shape[0] // 2 % parameters[0].rows:
-        return None
-    return _by_kernel(input, parameters, norm, residual, kind or "")
+    first: Any = projections[0]
+    found: Tensor | None = first.product(input, projections, norm, residual, kind)
+    return found
 
 
 def takes_rows(input: Tensor) -> bool:

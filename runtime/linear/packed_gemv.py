@@ -23,7 +23,7 @@ def packed_step(input: Tensor, *projections: nn.Module, norm: nn.Module | None =
     if are_blocks(projections):
         scaled = block_linear(input, projections, norm)
         if scaled is not None:
-            return _split(scaled, projections)
+            return scaled.split_with_sizes([projection.out_features for projection in projections], -1)  # type: ignore[misc]
     elif takes_few_rows(input):
         input, prologue = before(input, norm)
         norm = norm if prologue is not None else None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextvars
 import copy
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -26,20 +28,30 @@ class Loader:
     method: ClassVar[str]
     """Of quantisation, as `config.json` names it."""
 
-    @staticmethod
-    def wanted() -> bool:
-        """Return whether this machine has a use for that form."""
+    @classmethod
+    def wanted(cls, quantization: dict[str, Any]) -> bool:
+        """Return whether this machine has a use for that form, as a checkpoint's configuration describes it."""
+        raise NotImplementedError
+
+    @classmethod
+    def prepare(cls, model: nn.Module, quantization: dict[str, Any], dtype: torch.dtype) -> bool:
+        """Give a model without weights the layers of a checkpoint; return whether it has such layers.
+
+        `dtype` is that of the checkpoint's other tensors.
+        """
         raise NotImplementedError
 
     @staticmethod
-    def prepare(model: nn.Module, quantization: dict[str, Any]) -> bool:
-        """Give a model without weights the layers of a checkpoint; return whether it has such layers."""
-        raise NotImplementedError
+    def finish(model: nn.Module) -> None:
+        """Do what is to be done once the weights are there."""
 
 
-_preparing: contextvars.ContextVar[tuple[type, type[Loader], dict[str, Any]] | None] = contextvars.ContextVar(
-    "preparing", default=None
-)
+_LOADERS = dict.fromkeys(("gptq", "awq", "compressed-tensors"), "..integer.integer_checkpoints")
+"""Files that have a loader, by its method; each is imported when a checkpoint asks for it."""
+
+
+_preparing: contextvars.ContextVar[tuple[type, type[Loader], dict[str, Any], torch.dtype] | None]
+_preparing = contextvars.ContextVar("preparing", default=None)
 _ELSEWHERE = ("quantization_config", "gguf_file", "state_dict", "tp_plan", "tp_size", "device_mesh", "ep_plan")
 """Arguments of `from_pretrained` with which transformers' own way is taken."""
 _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
@@ -74,8 +86,8 @@ class OriginalCheckpoint:
         super().post_init()  # type: ignore[misc]
         preparing = _preparing.get()
         if preparing is not None and type(self) is preparing[0]:
-            _, loader, quantization = preparing
-            loader.prepare(self, quantization)  # type: ignore[arg-type]
+            _, loader, quantization, dtype = preparing
+            loader.prepare(self, quantization, dtype)  # type: ignore[arg-type]
 
 
 def _adopt(model: Any) -> None:
@@ -96,12 +108,15 @@ def _load(
     quantization = config.quantization_config
     config = copy.deepcopy(config)
     del config.quantization_config
-    token = _preparing.set((model_class, loader, quantization))
+    dtype = getattr(torch, str(config.dtype).removeprefix("torch.")) if config.dtype else torch.float16
+    token = _preparing.set((model_class, loader, quantization, dtype))
     try:
         loaded = load(name, *arguments, config=config, **rest)
     finally:
         _preparing.reset(token)
-    (loaded[0] if isinstance(loaded, tuple) else loaded).config.quantization_config = quantization
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    loader.finish(model)
+    model.config.quantization_config = quantization
     return loaded
 
 
@@ -109,7 +124,7 @@ def _published(
     model_class: Any, name: Any, kwargs: dict[str, Any]
 ) -> tuple[type[Loader], PreTrainedConfig, dict[str, Any]] | None:
     """Return who loads a checkpoint in its published form, its configuration, and the other arguments."""
-    if not Loader.__subclasses__() or name is None or any(kwargs.get(key) is not None for key in _ELSEWHERE):
+    if name is None or any(kwargs.get(key) is not None for key in _ELSEWHERE):
         return None
     config = kwargs.get("config")
     rest = {key: value for key, value in kwargs.items() if key != "config"}
@@ -130,4 +145,13 @@ def _published(
 
 def _loader_of(quantization: Any) -> type[Loader] | None:
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    return next((kind for kind in Loader.__subclasses__() if kind.method == method and kind.wanted()), None)
+    if method in _LOADERS:
+        importlib.import_module(_LOADERS[method], __package__)
+    known = (kind for kind in _kinds(Loader) if getattr(kind, "method", None) == method)
+    return next((kind for kind in known if kind.wanted(quantization)), None)
+
+
+def _kinds(of: type[Loader]) -> Iterator[type[Loader]]:
+    for kind in of.__subclasses__():
+        yield kind
+        yield from _kinds(kind)

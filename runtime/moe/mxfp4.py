@@ -30,13 +30,13 @@ class MxExperts(Loader, nn.Module):
 
     method: ClassVar[str] = "mxfp4"
 
-    @staticmethod
-    def wanted() -> bool:
+    @classmethod
+    def wanted(cls, quantization: dict[str, Any]) -> bool:
         """Return whether there is a GPU and Triton; elsewhere 16 bits are as fast, and transformers dequantises."""
         return torch.cuda.is_available() and backend.triton_installed()
 
-    @staticmethod
-    def prepare(model: nn.Module, quantization: dict[str, Any]) -> bool:
+    @classmethod
+    def prepare(cls, model: nn.Module, quantization: dict[str, Any], dtype: torch.dtype) -> bool:
         """Give the experts of a model without weights the parameters of a checkpoint; return whether it has any."""
         left_out = quantization.get("modules_to_not_convert") or []
         found = False

@@ -105,7 +105,7 @@ def test_mxfp4(packages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     mxfp4 = runtime_part("published_gpt_oss", "moe/mxfp4")
     loaded = modeling.GptOssForCausalLM.from_pretrained(tmp_path / "published")
     assert torch.cuda.is_available() or not isinstance(loaded.model.layers[0].mlp.experts, mxfp4.MxExperts)
-    monkeypatch.setattr(mxfp4.MxExperts, "wanted", staticmethod(lambda: True))  # as on a GPU
+    monkeypatch.setattr(mxfp4.MxExperts, "wanted", staticmethod(lambda quantization: True))  # as on a GPU
     loaded, about = modeling.GptOssForCausalLM.from_pretrained(tmp_path / "published", output_loading_info=True)
     assert not any(about.values())
     assert isinstance(loaded.model.layers[0].mlp.experts, mxfp4.MxExperts)
