@@ -289,10 +289,10 @@ def form_for(input: Tensor, weight: Integers, prologue: Prologue | None, kind: s
 def rule(rows: int, groups: int, count: int, processors: int, gated: bool) -> Form | None:
     """Return tiles, warps and steps for a weight; None where it has too few rows or columns."""
     size, height = (rows // 2, 8) if gated else (rows, 16)
-    for warps in (4, 2, 1):
-        tiles = 2 if count <= 8 and size >= 2 * processors * height * 2 else 1
-        if groups >= 4 * warps and size >= height * tiles and size % 8 == 0:
-            return Form(tiles, warps, 1)
+    wide = count <= 8 and size >= 4 * processors * height
+    for form in (Form(2, 4, 1) if wide else Form(1, 8, 1), Form(1, 4, 1), Form(1, 2, 1), Form(1, 1, 1)):
+        if groups >= 4 * form.warps * form.unroll and size >= height * form.tiles and size % 8 == 0:
+            return form
     return None
 
 
