@@ -1,6 +1,6 @@
 """A package with weights of 4 bits, beside itself in 16 bits and its original: the same weights, dequantised.
 
-    python bench/integer_weights.py PACKAGE [--shape 8b] [--rows 1,8,32] [--json bench/results/integer-weights-h200.json]
+    python bench/integer_weights.py PACKAGE [--shape 8b] [--rows 1,8,32] [--json FILE]
 
 transformers makes 16 bits of a compressed-tensors checkpoint at its first call, so that the original here is what such
 a checkpoint runs as. The sides run in turn in one process. ms a token are the slope between a short and a long call of
@@ -23,7 +23,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hf_rewrite_runtime.integer.formats import Compressed
+from hf_rewrite_runtime.integer.integer_formats import Compressed
 from hf_rewrite_runtime.integer.integer_layers import IntegerLinear
 from hf_rewrite_runtime.integer.integer_weights import Integers
 from rewrite.benchmark.benchmark_models import build, load, sharing

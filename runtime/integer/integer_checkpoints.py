@@ -18,7 +18,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..core import backend
 from ..loading.original_checkpoint import Loader
-from .formats import Awq, Compressed, Format, Gptq
+from .integer_formats import Awq, Compressed, Format, Gptq
 from .integer_layers import IntegerLinear
 
 Chosen = Callable[[str, nn.Module], Format | None]
@@ -70,7 +70,9 @@ def _checked(name: str, module: nn.Module, form: Format) -> Format:
     """
     rows, cols = module.out_features, module.in_features
     if not form.fits(rows, cols):  # type: ignore[arg-type]
-        raise ValueError(f"{name}: {rows} × {cols} integers of {form.bits} bits in groups of {form.columns} do not fit")
+        raise ValueError(
+            f"{name}: {rows} × {cols} integers of {form.bits} bits in groups of {form.columns} do not fit"
+        )
     return form
 
 

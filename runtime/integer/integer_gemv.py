@@ -1,14 +1,14 @@
 """Products of 1 to 16 rows in 16 bits with a weight of 4-bit integers, on NVIDIA's matrix units (`integer_mma`).
 
-The formulas are those of `integer_linear`. A program has WARPS warps: thread `4 r + q` of one has a group of 32 columns
-of row `r` of eight and the same group of another row, the warps and the four `q` next to each other. UNROLL steps of
-these are loaded at once, of TILES tiles of rows, which share the columns. No load is masked: the last step of a row
-begins in the one before, whose columns then count as zeros, and so does the last tile of rows, which two programs then
-write alike. The other rows are the next eight, or of a gated product those of the second half.
+The formulas are those of `integer_linear`. A program has WARPS warps: thread `4 r + q` of one has a group of 32
+columns of row `r` of eight and the same group of another row, the warps and the four `q` next to each other. UNROLL
+steps of these are loaded at once, of TILES tiles of rows, which share the columns. No load is masked: the last step of
+a row begins in the one before, whose columns then count as zeros, and so does the last tile of rows, which two programs
+then write alike. The other rows are the next eight, or of a gated product those of the second half.
 
-    several rows   the four `q` have one scale between them, so that their products may be summed; SETS times eight rows
-    one row        only thread `4 (2 q) + q` says something, the others zeros: what a product gives a thread is then the
-                   sum of its own group, whatever scale that has
+    several rows   the four `q` have one scale between them, so that their products may be summed; SETS times eight
+    one row        only thread `4 (2 q) + q` says something, the others zeros: what a product gives a thread is then
+                   the sum of its own group, whatever scale that has
 """
 
 from __future__ import annotations
@@ -290,7 +290,8 @@ def rule(rows: int, groups: int, count: int, processors: int, gated: bool) -> Fo
     """Return tiles, warps and steps for a weight; None where it has too few rows or columns."""
     size, height = (rows // 2, 8) if gated else (rows, 16)
     wide = count <= 8 and size >= 4 * processors * height
-    for form in (Form(2, 4, 1) if wide else Form(1, 8, 1), Form(1, 4, 1), Form(1, 2, 1), Form(1, 1, 1)):
+    first = Form(4 if count == 1 else 2, 4, 1) if wide else Form(1, 8, 1)
+    for form in (first, Form(1, 4, 1), Form(1, 2, 1), Form(1, 1, 1)):
         if groups >= 4 * form.warps * form.unroll and size >= height * form.tiles and size % 8 == 0:
             return form
     return None

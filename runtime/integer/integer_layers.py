@@ -26,7 +26,7 @@ from ..linear.packing import as_one
 from ..linear.prologue import is_trained, prologue_of
 from ..norms.norm_form import Prologue
 from ..norms.sum_norm import normed
-from .formats import Format
+from .integer_formats import Format
 from .integer_gemv import form_for, run_integer_gemv
 from .integer_linear import launch_integer_row
 from .integer_rows import MOST_ROWS, launch_integer_rows

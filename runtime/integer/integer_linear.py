@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core import backend
-from ..launching.launch import HIP, WAVE, Kernel, overlaps, processors
+from ..launching.launch import HIP, WAVE, Kernel, overlaps
 from ..launching.tiles import Tile
 from ..linear.prologue import norm_arguments
 from ..norms.norm_form import Prologue
@@ -78,17 +78,31 @@ if backend.triton_installed():
 
     @triton.jit
     def _times_eight(  # type: ignore[no-untyped-def]
-        words, NUMBER: tl.constexpr, x0, x1, x2, x3, x4, x5, x6, x7, sums, BITS: tl.constexpr, EXACT: tl.constexpr
+        words,
+        NUMBER: tl.constexpr,
+        x0,
+        x1,
+        x2,
+        x3,
+        x4,
+        x5,
+        x6,
+        x7,
+        sums,
+        low_base,
+        high_base,
+        BITS: tl.constexpr,
+        EXACT: tl.constexpr,
     ):
         """Add the products of eight columns, number NUMBER of a group, with a word of 4 bits or two of 8."""
         if BITS == 4:
-            w0, w1 = _pair_of_four(words[NUMBER] << 12, EXACT)
-            w2, w3 = _pair_of_four(words[NUMBER] << 4, EXACT)
-            w4, w5 = _pair_of_four(words[NUMBER] >> 4, EXACT)
-            w6, w7 = _pair_of_four(words[NUMBER] >> 12, EXACT)
+            w0, w1 = _pair_of_four(words[NUMBER] << 12, low_base, high_base, EXACT)
+            w2, w3 = _pair_of_four(words[NUMBER] << 4, low_base, high_base, EXACT)
+            w4, w5 = _pair_of_four(words[NUMBER] >> 4, low_base, high_base, EXACT)
+            w6, w7 = _pair_of_four(words[NUMBER] >> 12, low_base, high_base, EXACT)
         else:
-            w0, w1, w2, w3 = _four_of_eight(words[2 * NUMBER], EXACT)
-            w4, w5, w6, w7 = _four_of_eight(words[2 * NUMBER + 1], EXACT)
+            w0, w1, w2, w3 = _four_of_eight(words[2 * NUMBER], low_base, EXACT)
+            w4, w5, w6, w7 = _four_of_eight(words[2 * NUMBER + 1], low_base, EXACT)
         sums += w0 * x0
         sums += w1 * x1
         sums += w2 * x2
@@ -99,30 +113,30 @@ if backend.triton_installed():
         return sums + w7 * x7
 
     @triton.jit
-    def _pair_of_four(word, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _pair_of_four(word, low_base, high_base, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
         """Return what bits 12 to 15 are, plus 2048, and what bits 16 to 19 are, plus 128; if EXACT without these."""
-        low = ((word & 0xF000) | 0x45000000).to(tl.float32, bitcast=True)
-        high = ((word & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True)
+        low = ((word & 0xF000) | low_base).to(tl.float32, bitcast=True)
+        high = ((word & 0xF0000) | high_base).to(tl.float32, bitcast=True)
         if EXACT:
             low -= 2048.0
             high -= 128.0
         return low, high
 
     @triton.jit
-    def _of_eight(word, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _of_eight(word, base, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
         """Return what bits 15 to 22 are, plus 256; if EXACT without that."""
-        number = ((word & 0x7F8000) | 0x43800000).to(tl.float32, bitcast=True)
+        number = ((word & 0x7F8000) | base).to(tl.float32, bitcast=True)
         if EXACT:
             number -= 256.0
         return number
 
     @triton.jit
-    def _four_of_eight(word, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _four_of_eight(word, base, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
         return (
-            _of_eight(word << 15, EXACT),
-            _of_eight(word << 7, EXACT),
-            _of_eight(word >> 1, EXACT),
-            _of_eight(word >> 9, EXACT),
+            _of_eight(word << 15, base, EXACT),
+            _of_eight(word << 7, base, EXACT),
+            _of_eight(word >> 1, base, EXACT),
+            _of_eight(word >> 9, base, EXACT),
         )
 
     @triton.jit
@@ -133,7 +147,7 @@ if backend.triton_installed():
         w1, w3 = tl.split(odd)
         return w0, w1, w2, w3
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["low_base", "high_base"])
     def _integer_linear_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
         order_ptr,
@@ -144,6 +158,8 @@ if backend.triton_installed():
         bias_ptr,
         residual_ptr,
         out_ptr,
+        low_base,
+        high_base,
         eps,
         offset,
         I: tl.constexpr,  # noqa: E741
@@ -204,9 +220,7 @@ if backend.triton_installed():
             place = tl.arange(0, 8 * BLOCK_GROUPS)
             col = ((start + place // 8) * width + place % 8)[None, :]
             for eight in tl.static_range(width // 8):
-                x, read = _octet(
-                    x_ptr, order_ptr, norm_ptr, offset, col + 8 * eight, col < I, NORM_WEIGHT, ORDERED
-                )
+                x, read = _octet(x_ptr, order_ptr, norm_ptr, offset, col + 8 * eight, col < I, NORM_WEIGHT, ORDERED)
                 if NORM:
                     square += tl.sum(tl.reshape(read * read, (1, BLOCK_GROUPS, 8)), 2)
                 x0, x1, x2, x3, x4, x5, x6, x7 = _eight(x, BLOCK_GROUPS)
@@ -215,9 +229,13 @@ if backend.triton_installed():
                 plain += lower + upper
                 if not EXACT:
                     base += 2048.0 * lower + 128.0 * upper if BITS == 4 else 256.0 * (lower + upper)
-                sums = _times_eight(words, eight, x0, x1, x2, x3, x4, x5, x6, x7, sums, BITS, EXACT)
+                sums = _times_eight(
+                    words, eight, x0, x1, x2, x3, x4, x5, x6, x7, sums, low_base, high_base, BITS, EXACT
+                )
                 if ACTIVATION != "":
-                    sums_up = _times_eight(words_up, eight, x0, x1, x2, x3, x4, x5, x6, x7, sums_up, BITS, EXACT)
+                    sums_up = _times_eight(
+                        words_up, eight, x0, x1, x2, x3, x4, x5, x6, x7, sums_up, low_base, high_base, BITS, EXACT
+                    )
             total += (sums - (base + zero * plain)) * scale
             loaded = following
             if ACTIVATION != "":
@@ -242,6 +260,11 @@ if backend.triton_installed():
     integer_linear_kernel = Kernel(_integer_linear_kernel)
 
 
+_BASES = {4: (0x45000000, 0x43000000), 8: (0x43800000, 0x43800000)}
+"""The bits of 2048 and 128, and of 256. As arguments they lie in registers, and what puts an integer's bits beside
+them is one instruction of NVIDIA's; with two constants it would be two, at half the rate of a product."""
+
+
 def launch_integer_row(
     input: Tensor,
     weight: Integers,
@@ -256,8 +279,7 @@ def launch_integer_row(
     size, cols = weight.shape
     size = size // 2 if kind else size
     groups = cols * weight.bits // (8 * GROUP_BYTES)
-    chosen = tile or rule(size, groups, processors(input.get_device() if input.is_cuda else None), gated=bool(kind))
-    block_rows, block_groups, num_warps = chosen
+    block_rows, block_groups, num_warps = tile or rule(size, groups, gated=bool(kind))
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
     overlap = overlaps(input)
     with backend.device_guard(input):
@@ -268,7 +290,7 @@ def launch_integer_row(
                 input.contiguous(), _or(weight.order, weight.values), norm, weight.values, weight.scale,
                 _or(weight.zero, weight.values), _or(bias, input), _or(residual, input).contiguous(), out,
             ),
-            (),
+            _BASES[weight.bits],
             (),
             (eps, offset),
             (
@@ -285,14 +307,10 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 
 @functools.cache
-def rule(size: int, groups: int, processors: int, *, gated: bool) -> Tile:
+def rule(size: int, groups: int, *, gated: bool) -> Tile:
     """Return rows (of each half), groups and warps of a program: a thread has a group of all these rows."""
     block_groups = min(128, 1 << (groups - 1).bit_length())
-    if groups % block_groups:  # a block that divides the columns needs no mask
-        block_groups = max(32, min(block_groups, groups & -groups))
     block_rows = (4 if HIP else 8) // (2 if gated else 1)
-    if not gated and size < 5 * processors * block_rows:
-        block_rows = 4
     while size % block_rows:
         block_rows //= 2
     return block_rows, block_groups, max(WAVE, block_groups) // WAVE

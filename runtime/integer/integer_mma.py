@@ -1,13 +1,13 @@
 """Words of 4-bit integers times 16 bits on NVIDIA's matrix units: instructions that Triton has no words for.
 
-A product `m16n8k16` takes eight weights of each thread: of thread `4 r + q` of a warp, four of row `r` and four of row
-`r + 8`. It multiplies them with what the threads `4 n + q` say of column `n` of eight, sums over the four `q`, and gives
-thread `4 r + q` the columns `2 q` and `2 q + 1` of both rows. So the weights need not be brought to where a product of
-matrices would want them: a thread multiplies the words that it has loaded.
+A product `m16n8k16` takes eight weights of each thread: of thread `4 r + q` of a warp, four of row `r` and four of
+row `r + 8`. It multiplies them with what the threads `4 n + q` say of column `n` of eight, sums over the four `q`, and
+gives thread `4 r + q` the columns `2 q` and `2 q + 1` of both rows. So the weights need not be brought to where a
+product of matrices would want them: a thread multiplies the words that it has loaded.
 
-Integers `i` and `i + 4` of a word, 16 bits apart, become a pair of 16-bit numbers by one operation, `base + q` with 128
-in bf16 and 1024 in fp16, and `q - zero` by one more, exactly: 12 instructions a word with its shifts and products,
-where on the ordinary units it takes twenty.
+Integers `i` and `i + 4` of a word, 16 bits apart, become a pair of 16-bit numbers by one operation, `base + q` with
+128 in bf16 and 1024 in fp16, and `q - zero` by one more, exactly: 12 instructions a word with its shifts and
+products, where on the ordinary units it takes twenty.
 
 What lies with which thread is for the compiler to say. A warp's threads are told which they should be, and what they
 sum up is no number where that is wrong.
@@ -229,7 +229,14 @@ if backend.triton_installed():
                     "r,r,r,r,r,r,r,r",
                     w + v + x[0] + x[1] + rest,
                     dtype=(
-                        tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32,
+                        tl.float32,
+                        tl.float32,
+                        tl.float32,
+                        tl.float32,
+                        tl.float32,
+                        tl.float32,
+                        tl.float32,
+                        tl.float32,
                     ),
                     is_pure=True,
                     pack=1,

@@ -16,11 +16,16 @@ from .of_states import STATES
 REFERENCES = {one.kernel: one for one in (*NORMS, *PRODUCTS, *ROTATIONS, *ATTENTION, *EXPERTS, *STATES, *INTEGERS)}
 
 _QUANTISED = "rounds to 8 bits by operations on the bits of numbers"
+_INTEGERS = "makes numbers of integers by their bits"
 UNSEEN = {
     "chain": "written anew for each chain of operations: it has no formula of its own",
+    "dequantize_integers": _INTEGERS,
     "fp8_add_rms_norm": _QUANTISED,
     "fp8_gated_activation": _QUANTISED,
     "fp8_rows": _QUANTISED,
+    "integer_gemv": "its matrix units take columns in words of two bf16",
+    "integer_linear": _INTEGERS,
+    "integer_rows": _INTEGERS,
     "keep": _QUANTISED,
     "move_rows": "reads addresses of caches, and computes nothing",
     "mxfp4_down": "its matrix units take columns in words of two bf16",
