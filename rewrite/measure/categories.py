@@ -40,7 +40,7 @@ OURS = {
         "_router_logits_kernel _qkv_kernel _qkv_rows_kernel _beside_kernel _latent_query_kernel "
         "_block_linear_kernel _block_gate_up_kernel _block_rows_kernel _block_down_kernel _grouped_kernel "
         "_mxfp4_gate_up_kernel _mxfp4_down_kernel "
-        "_integer_linear_kernel _integer_gemv_kernel _integer_rows_kernel"
+        "_integer_linear_kernel _integer_skinny_kernel _integer_rows_kernel"
     ),
     ATTENTION: (
         "_decode_attention_kernel _masked_attention_kernel _latent_attention_kernel _latent_values_kernel "

@@ -239,7 +239,7 @@ def _projected(
     if are_blocks((first, down)):
         scaled = block_linear(hidden_states, (first, down), norm)
         if scaled is not None:
-            q, compressed = scaled.split([part.out_features for part in (first, down)], -1)  # type: ignore[misc]
+            q, compressed = scaled.split([part.out_features for part in (first, down)], -1)
             return q, compressed
     elif takes_few_rows(hidden_states):
         x, prologue = before(hidden_states, norm)

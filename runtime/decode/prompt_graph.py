@@ -321,4 +321,4 @@ def steps_read_prompts(model: Any) -> bool:
 
 
 def _addresses_of(model: Any) -> tuple[int, ...]:
-    return tuple(parameter.data_ptr() for parameter in model.parameters())
+    return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))

@@ -2,7 +2,7 @@
 
     gptq                  qweight [I b / 32, O], words along the columns; scales [G, O]; qzeros [G, O b / 32], one
                           less than the zero in the first version; g_idx [I], the group of each column
-    awq, gemm             qweight [I, O / 8], words along the rows in the order 0 2 4 6 1 3 5 7; scales, qzeros likewise
+    awq, gemm             qweight [I, O / 8], words along the rows in the order 0 2 4 6 1 3 5 7; scales, qzeros
     compressed-tensors,   weight_packed [O, I b / 32], weight_scale [O, G], weight_shape [2]; with zeros
     pack-quantized        weight_zero_point [O b / 32, G]; of columns in an order weight_g_idx [I]
 

@@ -27,9 +27,9 @@ from ..linear.prologue import is_trained, prologue_of
 from ..norms.norm_form import Prologue
 from ..norms.sum_norm import normed
 from .integer_formats import Format
-from .integer_gemv import form_for, run_integer_gemv
 from .integer_linear import launch_integer_row
 from .integer_rows import MOST_ROWS, launch_integer_rows
+from .integer_skinny import run_integer_skinny
 from .integer_weights import Integers, dequantized, reason_against
 
 REASONS = {
@@ -112,11 +112,13 @@ class IntegerLinear(ScaledLinear):
         if not row_tiles.few_rows(input, MOST_ROWS):
             return None
         found = _joined(projections)
-        reason = found if isinstance(found, str) else _reason_against(input, *found, residual, norm)
-        if reason is not None:
-            backend.count_fallback("integer_linear", reason, projections[0])
-            return None
-        return _by_kernel(input, *found, norm, residual, kind or "")  # type: ignore[misc]
+        if not isinstance(found, str):
+            reason = _reason_against(input, *found, residual, norm)
+            if reason is None:
+                return _by_kernel(input, *found, norm, residual, kind or "")
+            found = reason
+        backend.count_fallback("integer_linear", found, projections[0])
+        return None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product of `[…, I]`, `[…, O]`."""
@@ -126,7 +128,7 @@ class IntegerLinear(ScaledLinear):
         return F.linear(input, self.dense(input.dtype), bias if bias is None else bias.to(input.dtype))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.is_arranged:
             for name, tensor in self.form.publish(self.parts()).items():
                 destination[prefix + name] = tensor
@@ -137,7 +139,7 @@ class IntegerLinear(ScaledLinear):
             device = self.parts().values.device
             self._hold(self.form.read({name: tensor.to(device) for name, tensor in given.items()}))
             state_dict = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in given}
-        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         """Return the sizes and the format."""
@@ -215,13 +217,13 @@ def _by_kernel(
     one_row = input.numel() == input.shape[-1]
     if not isinstance(prologue, Prologue):
         input, prologue = input if norm is None else normed(input, norm), None
-    if weight.order is not None and form_for(input, weight._replace(order=None), None, kind) is not None:
-        # the columns in the weight's order: two launches more, and a quarter of the time for what follows
+    if not one_row and weight.order is not None:
+        # the columns in the weight's order, which takes less than what the kernels of several rows would
         input = input if prologue is None or norm is None else normed(input, norm)
         input, prologue, weight = input.index_select(-1, weight.order), None, weight._replace(order=None)
     size = weight.shape[0] // 2 if kind else weight.shape[0]
     out = input.new_empty((*input.shape[:-1], size), dtype=None if residual is None else residual.dtype)
-    if run_integer_gemv(input, weight, bias, prologue, residual, out, kind):
+    if run_integer_skinny(input, weight, bias, prologue, residual, out, kind):
         return out
     if one_row:
         launch_integer_row(input, weight, bias, prologue, residual, out, kind)

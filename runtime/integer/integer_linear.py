@@ -308,9 +308,12 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 @functools.cache
 def rule(size: int, groups: int, *, gated: bool) -> Tile:
-    """Return rows (of each half), groups and warps of a program: a thread has a group of all these rows."""
+    """Return rows (of each half), groups and warps of a program: a thread has a group of all these rows.
+
+    With eight rows of 8B's weights 5.0, 8.3, 14.6 and 26.2 µs, with four 5.5, 8.3, 15.9 and 28.1 (H200, Triton 3.6).
+    """
     block_groups = min(128, 1 << (groups - 1).bit_length())
-    block_rows = (4 if HIP else 8) // (2 if gated else 1)
+    block_rows = (4 if HIP else 8) // (2 if gated and HIP else 1)
     while size % block_rows:
         block_rows //= 2
     return block_rows, block_groups, max(WAVE, block_groups) // WAVE

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from ..core import backend
 from ..device.launch_bound import is_launch_bound
 from ..guards.place import NAMESPACE
+from ..launching.launch import collects
 from . import joined_storage
 from .linear_autograd import learned_projections
 
@@ -230,6 +231,8 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor | str:
     if type(tensors[0]) not in _PLAIN:  # admitted: it has no memory that could be joined
         return torch.cat(list(tensors))
     whole = joined_storage.joined(tensors)
+    if whole is None and collects():  # a thread beside the one that computes: nothing moves under that one's hands
+        return tensors[0].new_empty((sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:]))
     return joined_storage.join(tensors) if whole is None else whole
 
 

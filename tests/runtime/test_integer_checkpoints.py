@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.generate.generation import GraphGeneration
-from hf_rewrite_runtime.integer.integer_formats import Awq, Compressed, Format, Gptq
 from hf_rewrite_runtime.integer.integer_checkpoints import AwqLoader, CompressedLoader, GptqLoader
+from hf_rewrite_runtime.integer.integer_formats import Awq, Compressed, Format, Gptq
 from hf_rewrite_runtime.integer.integer_layers import IntegerLinear
 from hf_rewrite_runtime.linear.linear import gated_linear, linear
 from hf_rewrite_runtime.linear.packed_gemv import packed_step

@@ -23,7 +23,7 @@ UNSEEN = {
     "fp8_add_rms_norm": _QUANTISED,
     "fp8_gated_activation": _QUANTISED,
     "fp8_rows": _QUANTISED,
-    "integer_gemv": "its matrix units take columns in words of two bf16",
+    "integer_skinny": "its matrix units take columns in words of two bf16",
     "integer_linear": _INTEGERS,
     "integer_rows": _INTEGERS,
     "keep": _QUANTISED,
