@@ -310,8 +310,8 @@ def intend(walk: Walk) -> None:
         (walk.project / name).write_text(text)
     walk.step("python small.py && ls checkpoint", shows=["model.safetensors"])
     walk.say(
-        "`decodes.py` generates eight tokens: with the original, with transformers' loop around the package's `forward`, "
-        "and with the step that a GPU captures, as plain calls on this CPU."
+        "`decodes.py` generates eight tokens: with the original, with transformers' loop around the package's "
+        "`forward`, and with the step that a GPU captures, as plain calls on this CPU."
     )
     walk.step("python decodes.py", shows=["decode loop: yes"])
 
