@@ -281,7 +281,7 @@ def upgrade(walk: Walk) -> None:
     before = (walk.project / FILE).read_bytes()
     walk.step(f"rewrite sync {PACKAGE}", code=1, shows=["conflict"])
     require((walk.project / FILE).read_bytes() == before, "the file stays as it was while there is a conflict")
-    walk.step(f"grep -n -A 9 '<<<<<<<' {FILE}.conflict", shows=["torch.tanh", "slice_logits_to_keep"])
+    walk.step(f"sed -n '/<<<<<<</,/>>>>>>>/p' {FILE}.conflict", shows=["torch.tanh", "slice_logits_to_keep"])
     walk.say("Both sides meant something: the new slicing, and the cap. In the copy:")
     copy = walk.project / f"{FILE}.conflict"
     text, count = re.subn(r"<<<<<<<.*?>>>>>>>[^\n]*\n", RESOLVED, copy.read_text(), flags=re.S)
