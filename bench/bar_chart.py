@@ -46,7 +46,8 @@ def drawn(bars: Sequence[Bar], names: int, mark: float | None = None, legend: Ma
             place = f'x="{x:.1f}" y="{middle - 8}" width="{length * scale:.1f}" height="16"'
             lines.append(f'<rect {place} fill="{COLOURS.get(colour, colour)}"/>')
             x += length * scale
-        lines.append(_text(x + 6, middle, bar.said, "start"))
+        end = x if mark is None else names + mark * scale  # no word across the line
+        lines.append(_text(end + 6, middle, bar.said, "start"))
     bottom = ROW * len(bars) + 8
     if mark is not None:
         place = f'x1="{names + mark * scale:.1f}" x2="{names + mark * scale:.1f}" y1="0" y2="{bottom - 4}"'

@@ -7,7 +7,7 @@
 
 `measure` writes the packages that are missing, runs each family in a process of its own, one at a time on a device
 (the next one imports meanwhile), and keeps a row of JSON for each: a later call goes on with the families that have
-none of the package as it is. `render` needs rows only, and writes docs/families.md, what README shows, and both charts.
+none of the package as it is. `render` needs rows only, and writes docs/families.md, README's figures and both charts.
 """
 
 from __future__ import annotations
