@@ -84,8 +84,9 @@ def logits(kind, step=False):
 _, original = logits(transformers.LlamaForCausalLM)
 _, plain = logits(optimized_llama.LlamaForCausalLM)
 model, steps = logits(optimized_llama.LlamaForCausalLM, step=True)
+print("largest logit of each token")
 for name, one in dict(original=original, forward=plain, step=steps).items():
-    print(f"largest logit of each token, {name:9}", *(f"{top:5.1f}" for top in one.abs().amax((1, 2))))
+    print(f"{name:9}", *(f"{top:5.1f}" for top in one.abs().amax((1, 2))))
 assert torch.allclose(plain, steps, atol=1e-3), "a step says what forward says"
 print(explain(model))
 """
@@ -411,7 +412,7 @@ def _page(walk: Walk, sizes: dict[str, Size]) -> str:
 
 Made by `python bench/walk.py --write docs/walk.md` on {_machine(walk)}. \
 Every command was run in a git repository, on a terminal of {COLUMNS} columns, and what it left was checked.
-Verifications are quick ones (`--quick`); a full one takes some 20 seconds more.
+Verifications are quick ones (`--quick`).
 
 {len(screens)} screens, {spent:.0f} s of commands, {processor:.0f} s of a processor: the machine had other work. \
 pip took another {sum(walk.pip.values()):.0f} s. \

@@ -98,7 +98,12 @@ HEADINGS = {
 @click.option(
     "--ladder-prepare", type=FOLDER, metavar="DIR", help="Only write the ladder's packages, to be measured there."
 )
-@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw a bar chart.")
+@click.option(
+    "--png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw a chart, and one for dark pages.",
+)
 @reporting_options
 def bench(
     target: str,
