@@ -90,7 +90,8 @@ def _package(
     from rewrite.delivery import acceptance, bisection, json_report, summary, verdict_file, verification
     from rewrite.package import output
     from rewrite.package.assemble import VERDICT_NAME
-    from rewrite.sync import rebuild
+    from rewrite.sync import edits, rebuild
+    from rewrite.typed import again
 
     lock, source = _original(folder, given, request, trusted)
     accepted = acceptance.read(folder)
@@ -114,6 +115,10 @@ def _package(
         with screen.working("bisecting") as progress:
             found = bisection.bisect(source, transforms, verdict, request, verification.judge, progress)
         summary.show_bisection(screen, found, lock, folder)
+    edited = [] if accepted is not None or verdict.passed else edits.edited_places(folder, lock)
+    if edited and not (found and found.at_fault):
+        meant = again("--reason", "TEXT", without=("--bisect", "--tp")).replace("verify", "accept", 1)
+        screen.problem("next", f"mend your edits in {', '.join(edited)}, or where they are meant: {meant}")
     json_report.write(json_path, "verify", {**verdict.to_json(), "bisection": found.to_json() if found else None})
     if refused:
         screen.problem("refused", f"{refused[0]}{f', and {len(refused) - 1} more' if len(refused) > 1 else ''}")
