@@ -90,7 +90,7 @@ def _wheel(version: str, folder: Path) -> Path:
     """Return the wheel of a version: one that was kept, else a new one, in `folder` where it cannot be kept."""
     cache = _cache()
     name = f"transformers-{version}-py3-none-any.whl"
-    if cache is not None and (cache / name).is_file():
+    if cache is not None and os.path.isfile(cache / name):  # False, too, where it may not be read
         return cache / name
     found = _downloaded(version, folder)
     if cache is None:

@@ -51,7 +51,7 @@ def read(name: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for place in folders():
-        if (path := place / name).is_file():
+        if os.path.isfile(path := place / name):  # no error of a home that may not be read
             _merge(found, json.loads(path.read_text(encoding="utf-8")))
     return found
 
