@@ -64,7 +64,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # of a user that no list has
     card_tables.forget()
-    assert attend(*states()).isfinite().all()
+    assert attend(*states(), None).isfinite().all()
 
 
 def test_a_home_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_home_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         return stat(path, *given, **named)
 
     monkeypatch.setattr("os.stat", refused)
-    assert attend(*states()).isfinite().all()
+    assert attend(*states(), None).isfinite().all()
     assert precompiled.use("sm_90") == ""
 
 
