@@ -125,8 +125,8 @@ def _package(
         return 1
     if accepted is None or verdict.passed:
         return verdict.exit_code
-    again = acceptance.renewed(accepted, folder, lock, verdict)
-    output.write_beside(folder / acceptance.NAME, again.to_json().encode("utf-8"))
+    renewed = acceptance.renewed(accepted, folder, lock, verdict)
+    output.write_beside(folder / acceptance.NAME, renewed.to_json().encode("utf-8"))
     say = screen.problem if screen.quiet else screen.line  # it fails nothing, and still is no pass
     say("accepted", f"what fails was accepted: {accepted.reason}")
     return 0
