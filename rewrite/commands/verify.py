@@ -87,7 +87,7 @@ def _package(
     bisect: bool,
     json_path: Path | None,
 ) -> int:
-    from rewrite.delivery import acceptance, bisection, json_report, summary, verdict_file, verification
+    from rewrite.delivery import acceptable, acceptance, bisection, json_report, summary, verdict_file, verification
     from rewrite.package import output
     from rewrite.package.assemble import VERDICT_NAME
     from rewrite.sync import edits, rebuild
@@ -118,7 +118,8 @@ def _package(
     edited = [] if accepted is not None or verdict.passed else edits.edited_places(folder, lock)
     if edited and not (found and found.at_fault):
         meant = again("--reason", "TEXT", without=("--bisect", "--tp")).replace("verify", "accept", 1)
-        screen.problem("next", f"mend your edits in {', '.join(edited)}, or where they are meant: {meant}")
+        accept = "" if acceptable.unacceptable(verdict) else f", or where they are meant: {meant}"
+        screen.problem("next", f"mend your edits in {', '.join(edited)}{accept}")
     json_report.write(json_path, "verify", {**verdict.to_json(), "bisection": found.to_json() if found else None})
     if refused:
         screen.problem("refused", f"{refused[0]}{f', and {len(refused) - 1} more' if len(refused) > 1 else ''}")

@@ -118,6 +118,13 @@ def test_a_failure_says_how_edits_are_accepted(edited: Path, judge: Judge, origi
     assert "rewrite accept" not in passed.out + passed.err
 
 
+def test_a_check_that_cannot_run_is_no_edit_to_accept(edited: Path, judge: Judge, original: tuple[str, str]) -> None:
+    judge.raised = ("keys",)
+    failed = rewrite("verify", edited, *original, "--no-bisect")
+    said = failed.out + failed.err
+    assert ("mend your edits in " in said, "rewrite accept" in said) == (True, False)
+
+
 def test_the_comment_of_the_pull_request_shows_it(accepted: Path) -> None:
     text = rewrite("diff", accepted, "--format", "markdown").out
     assert "differs from the original, as accepted" in text
