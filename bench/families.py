@@ -7,7 +7,7 @@
 
 `measure` writes the packages that are missing, runs each family in a process of its own, one at a time on a device
 (the next one imports meanwhile), and keeps a row of JSON for each: a later call goes on with the families that have
-none of the package as it is. `render` needs rows only, and writes docs/families.md, README's table and both charts.
+none of the package as it is. `render` needs rows only, and writes docs/families.md, README's figures and both charts.
 """
 
 from __future__ import annotations
@@ -191,19 +191,19 @@ def render(given: argparse.Namespace) -> int:
     """Write the page, the block of README and the charts; with `--check`, only say whether a text is another."""
     import family_page
 
-    rows = read_rows(given.rows)
+    rows, decode = read_rows(given.rows), json.loads(given.decode.read_text("utf-8"))
     head, begin, rest = given.readme.read_text("utf-8").partition(family_page.README_BEGIN)
     tail = rest.partition(family_page.README_END)[2]
     texts = {
         given.markdown: family_page.page(rows, given.chart.name),
-        given.readme: f"{head}{begin}\n{family_page.readme(rows)}\n{family_page.README_END}{tail}",
+        given.readme: f"{head}{begin}\n{family_page.readme(rows, decode)}\n{family_page.README_END}{tail}",
+        given.chart: family_page.chart(rows),
+        ROOT / family_page.README_CHART: family_page.readme_chart(decode),
     }
     if given.check:
         return int(any(path.read_text("utf-8") != text for path, text in texts.items()))
     for path, text in texts.items():
         path.write_text(text, "utf-8")
-    family_page.draw(rows, given.chart)
-    family_page.draw_speed_up(rows, given.chart.with_stem(f"{given.chart.stem}-speed-up"))
     return 0
 
 
@@ -220,9 +220,10 @@ def main() -> int:
     measuring.add_argument("--tiny", action="store_true", help="tiny sizes: tries the command, on any device")
     measuring.add_argument("--rows", type=Path, required=True)
     rendering.add_argument("--rows", type=Path, default=ROOT / "bench" / "results" / "families-h100")
+    rendering.add_argument("--decode", type=Path, default=ROOT / "bench" / "results" / "decode-1b-h100.json")
     rendering.add_argument("--markdown", type=Path, default=ROOT / "docs" / "families.md")
     rendering.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    rendering.add_argument("--chart", type=Path, default=ROOT / "docs" / "families.png")
+    rendering.add_argument("--chart", type=Path, default=ROOT / "docs" / "families.svg")
     rendering.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a text is another")
     given = parser.parse_args()
     if given.command == "render":

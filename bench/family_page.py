@@ -7,17 +7,18 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
+from bar_chart import Bar, drawn
+
 from rewrite.package.package_reasons import reasons
 
 Row = Mapping[str, Any]
-GRAPH, NO_GRAPH, ORIGINAL = "#d1495b", "#e8a598", "#9aa5b1"
 ROOT = Path(__file__).resolve().parents[1]
 README_BEGIN, README_END = "<!-- families: generated -->", "<!-- families: end -->"
 DAY = "2026-11-25"
 """When the rows of bench/results/families-h100 were measured; new rows change it."""
-README_CHART = "docs/families-speed-up.png"
-README_FAMILIES = ("llama", "mistral", "gemma3_image", "qwen3_moe", "whisper")
-"""What README's table shows, of several kinds; the page has the others."""
+README_CHART = "docs/speed.svg"
+SIDES = {"original": "eager", "static": "static cache", "step": "compiled step", "ours": "rewritten"}
+"""What README's chart shows beside the memory limit: the sides of a record of bench/decode.py."""
 INTRODUCTION = """\
 How fast the rewritten model generates, beside its original. Made by `python bench/families.py render` from rows that
 `python bench/families.py measure` left on {day}: {device}, {versions}, hf-rewrite as it was on that day; what \
@@ -91,32 +92,36 @@ def summary(timed: Mapping[str, Row]) -> str:
     return "; ".join(parts) + "."
 
 
-def readme(rows: Mapping[str, Row]) -> str:
-    """Return what README shows: the figures over all families, and some of them."""
+def readme(rows: Mapping[str, Row], decode: Mapping[str, Any]) -> str:
+    """Return what README shows: one model against what else there is, and the figures over all families."""
     timed = measured(rows)
-    around = _surroundings(list(timed.values()))
     speed = geometric_mean([row["speed_up"] for row in timed.values()])
     slower = sum(row["speed_up"] < 1 for row in timed.values())
     graphs = sum(row["graph"] for row in timed.values())
-    lines = [
-        f"**How fast.** {speed:.1f} times as fast as eager transformers, the geometric mean of {len(timed)} families.",
-        f"{graphs} of them decode in a captured graph, {slower} are slower than their original ({around['device']},",
-        "random bf16 weights, batch 1, 512 tokens before):",
+    times = ", ".join(f"{name} {ms:.3g}" for name, ms in times_of(decode).items())
+    versions = ", ".join(f"{name} {decode['versions'][name]}" for name in ("torch", "transformers"))
+    return "\n".join([
+        f"**How fast.** Llama-3.2-1B, ms per token, on an {decode['device']} (bf16, batch 1, {versions}):",
         "",
-        f"[![how many times as fast as the original each family is]({README_CHART})](docs/families.md)",
+        f"[![{times}]({README_CHART})](docs/performance.md#decoding)",
         "",
-        "| ms per token | original | rewritten | | memory limit |",
-        "|---|---|---|---|---|",
-    ]
-    for name in README_FAMILIES:
-        row = timed[name]
-        sizes = f"{row['published']}, {row['cut']}" if row["cut"] else row["published"]
-        times = f"{row['eager_ms']:.1f} | **{row['ours_ms']:.2f}** | {row['speed_up']:.1f}×"
-        lines.append(f"| {sizes} | {times} | {row['limit_ms']:.2f} |")
-    limit = "The memory limit is the time that reading weights and cache once takes."
-    kernels = around["kernels"].replace("the originals", "The originals", 1)
-    lines += ["", f"Measured on {DAY}: {around['versions']}. {limit}", f"{kernels}."]
-    return "\n".join(lines)
+        f"{len(timed)} families: {speed:.1f}× eager, the geometric mean; {graphs} decode in a captured graph, "
+        f"{slower} are slower ([Families](docs/families.md)).",
+    ])  # fmt: skip
+
+
+def times_of(decode: Mapping[str, Any]) -> dict[str, float]:
+    """Return ms per token of each side of the first cell of a record, and the memory limit."""
+    cell = next(cell for cell in decode["cells"] if (cell["batch"], cell["context"]) == (1, 512))
+    found = {said: cell["sides"][side]["decode_ms"] for side, said in SIDES.items()}
+    return {**found, "memory limit": cell["limit"]["weights_ms"]}
+
+
+def readme_chart(decode: Mapping[str, Any]) -> str:
+    """Return README's picture, SVG."""
+    colours = {"eager": "original", "rewritten": "ours", "memory limit": "limit"}
+    times = times_of(decode)
+    return drawn([Bar(name, [(colours.get(name, "other"), ms)], f"{ms:.3g} ms") for name, ms in times.items()], 120)
 
 
 def _reason(reason: str) -> str:
@@ -159,65 +164,12 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def draw(rows: Mapping[str, Row], path: Path) -> None:
-    """Draw the share of the memory limit of every family, original and rewritten, and write a PNG.
-
-    Raises:
-        MatplotlibMissing: if matplotlib is not installed.
-    """
-    from rewrite.benchmark.chart import require_matplotlib
-
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    timed = {name: row for name, row in measured(rows).items() if row["share"] is not None}
-    names = list(reversed(timed))
-    shares = [100 * timed[name]["share"] for name in names]
-    own = [100 * timed[name]["limit_ms"] / timed[name]["eager_ms"] for name in names]
-    figure = Figure(figsize=(8, 1.2 + 0.21 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(range(len(names)), shares, color=[GRAPH if timed[n]["graph"] else NO_GRAPH for n in names], height=0.72)
-    axes.barh(range(len(names)), own, color=ORIGINAL, height=0.36)
-    for place, name in enumerate(names):
-        axes.text(shares[place] + 1, place, f"{timed[name]['speed_up']:.1f}×", va="center", fontsize=7)
-    axes.set_yticks(range(len(names)), names, fontsize=7)
-    axes.axvline(100, color="#222222", linestyle="--", linewidth=1)
-    axes.set_xlim(0, 110)
-    axes.set_ylim(-0.7, len(names) - 0.3)
-    axes.set_xlabel("% of the memory limit: rewritten in red (paler without a graph), original in grey")
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=150)
-
-
-def draw_speed_up(rows: Mapping[str, Row], path: Path) -> None:
-    """Draw how many times as fast as its original every family is, and write a PNG that is wider than high.
-
-    Raises:
-        MatplotlibMissing: if matplotlib is not installed.
-    """
-    from rewrite.benchmark.chart import require_matplotlib
-
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    timed = dict(sorted(measured(rows).items(), key=lambda item: -item[1]["speed_up"]))
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    axes = figure.subplots()
-    places = range(len(timed))
-    colours = [GRAPH if row["graph"] else NO_GRAPH for row in timed.values()]
-    axes.bar(places, [row["speed_up"] for row in timed.values()], color=colours, width=0.72)
-    axes.axhline(1, color="#222222", linestyle="--", linewidth=1)
-    axes.set_yscale("log")
-    axes.set_yticks((1, 2, 5, 10, 20, 50), ("1×", "2×", "5×", "10×", "20×", "50×"))
-    axes.set_xticks(places, timed, rotation=90, fontsize=7)
-    axes.set_xlim(-0.7, len(timed) - 0.3)
-    axes.set_ylim(0.5, 60)
-    device = _surroundings(list(timed.values()))["device"]
-    axes.set_title(f"generate(), rewritten against original, {device}, batch 1 (paler: no decode graph)", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=150)
+def chart(rows: Mapping[str, Row]) -> str:
+    """Return the share of the memory limit of every family, original and rewritten, SVG."""
+    bars = []
+    for name, row in measured(rows).items():
+        if row["share"] is not None:
+            own = 100 * row["limit_ms"] / row["eager_ms"]
+            parts = [("original", own), ("ours", 100 * row["share"] - own)]
+            bars.append(Bar(name, parts, f"{row['speed_up']:.1f}×" + ("" if row["graph"] else ", no graph")))
+    return drawn(bars, 150, 100.0, {"original": "original, % of the memory limit", "ours": "rewritten"})

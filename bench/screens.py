@@ -8,6 +8,7 @@ import fcntl
 import os
 import pty
 import re
+import resource
 import struct
 import subprocess
 import termios
@@ -27,6 +28,8 @@ class Screen:
     command: str
     code: int
     seconds: float
+    processor: float
+    """Seconds of all processors that it and what it started took."""
     text: str
     """The lines of the screen when it ended."""
     progress: str
@@ -43,7 +46,7 @@ def run(command: str, folder: Path, environment: Mapping[str, str], limit: float
     """
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-    started = time.monotonic()
+    started, before = time.monotonic(), _processor()
     process = subprocess.Popen(
         ["bash", "-c", command],
         cwd=folder,
@@ -62,7 +65,14 @@ def run(command: str, folder: Path, environment: Mapping[str, str], limit: float
             raise TimeoutError(f"{command} ran for more than {limit:.0f} s")
     os.close(controller)
     code = process.wait()
-    return Screen(command, code, time.monotonic() - started, shown.text(), shown.gone, shown.cut)
+    return Screen(
+        command, code, time.monotonic() - started, _processor() - before, shown.text(), shown.gone, shown.cut
+    )
+
+
+def _processor() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _read(controller: int) -> bytes:

@@ -1,11 +1,11 @@
 """A user's way with a package, from an empty machine to the Hub and the way out, recorded screen by screen.
 
-    python bench/walk.py --write docs/walk.md [--pip-option=-c --pip-option=FILE] [--before COMMIT] [--keep DIR]
+    python bench/walk.py --write docs/walk.md [--pip-option=-c --pip-option=FILE] [--keep DIR]
 
 Every step runs in a git repository in a temporary folder, with an environment that the script makes, on a terminal of
 80 columns (`bench/screens.py`). Its exit code and what it left are checked, and a step that is not as it should be
-ends the walk. The tool is installed from this repository's last commit. Verifications are quick ones, on a CPU.
-`--before` also makes the package with an earlier commit and puts its size beside today's. pip's time is counted apart.
+ends the walk. The tool is installed from this repository's last commit, transformers goes from one release to the
+newest that the package index has. Verifications are quick ones, on a CPU. pip's time is counted apart.
 """
 
 from __future__ import annotations
@@ -27,15 +27,19 @@ from pathlib import Path
 from screens import COLUMNS, Screen, run
 
 ROOT = Path(__file__).parents[1]
-OLD, NEW = "5.17.0", "5.24.0"
+OLD = "5.17.0"
 PACKAGE, SECOND = "optimized_llama", "optimized_qwen3"
 FILE = f"{PACKAGE}/modeling_llama.py"
-GENERATED = "logits = linear(hidden_states[:, slice_indices, :], self.lm_head)"
-EDITED = "logits = 30.0 * torch.tanh(linear(hidden_states[:, slice_indices, :], self.lm_head) / 30.0)"
-RESOLVED = """\
-        hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
-        logits = 30.0 * torch.tanh(linear(hidden_states, self.lm_head) / 30.0)
+GENERATED = """\
+        logits = linear(hidden_states[:, slice_indices, :], self.lm_head)
 """
+CAP = """\
+        logits = 30.0 * torch.tanh(logits / 30.0)
+"""
+RESOLVED = f"""\
+        hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
+        logits = linear(hidden_states, self.lm_head)
+{CAP}"""
 REASON = "logits are capped at 30: our checkpoints are trained with it"
 SMALL = """\
 import torch
@@ -46,6 +50,7 @@ torch.manual_seed(0)
 sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
 config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
 model = LlamaForCausalLM(config).eval()
+model.lm_head.weight.data *= 200  # large logits: the cap has something to do
 model.save_pretrained("checkpoint")
 with torch.no_grad():
     torch.save(model(torch.arange(16)[None]).logits, "logits.pt")
@@ -58,6 +63,32 @@ model = AutoModelForCausalLM.from_pretrained("checkpoint", trust_remote_code=Tru
 with torch.no_grad():
     logits = model(torch.arange(16)[None]).logits
 print(type(model).__module__.rpartition(".")[2], torch.equal(logits, torch.load("logits.pt")))
+"""
+DECODES = """\
+import torch
+import transformers
+import optimized_llama
+from optimized_llama import explain
+
+prompt = torch.arange(16)[None]
+
+
+def logits(kind, step=False):
+    model = kind.from_pretrained("checkpoint").eval()
+    model._step_without_graph = step  # takes the step of the loop on a CPU too
+    given = dict(max_new_tokens=8, return_dict_in_generate=True, output_logits=True)
+    text = model.generate(prompt, do_sample=False, **given)
+    return model, torch.stack(text.logits)
+
+
+_, original = logits(transformers.LlamaForCausalLM)
+_, plain = logits(optimized_llama.LlamaForCausalLM)
+model, steps = logits(optimized_llama.LlamaForCausalLM, step=True)
+print("largest logit of each token")
+for name, one in dict(original=original, forward=plain, step=steps).items():
+    print(f"{name:9}", *(f"{top:5.1f}" for top in one.abs().amax((1, 2))))
+assert torch.allclose(plain, steps, atol=1e-3), "a step says what forward says"
+print(explain(model))
 """
 SPEAKS = """\
 import torch
@@ -144,8 +175,14 @@ class Walk:
         require(text.count(old) == 1, f"{old!r} is once in {FILE}")
         path.write_text(text.replace(old, new))
 
+    def version(self, name: str) -> str:
+        """The version of a distribution in the user's environment."""
+        code = f"import importlib.metadata as m; print(m.version({name!r}))"
+        python = self.home / "venv" / "bin" / "python"
+        return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
     def _block(self, screen: Screen) -> str:
-        notes = [f"exit code {screen.code}", f"{screen.seconds:.1f} s"]
+        notes = [f"exit code {screen.code}", f"{screen.seconds:.1f} s, {screen.processor:.1f} of a processor"]
         if screen.progress:
             notes.append(f"while it ran: `{_clean(screen.progress, self.home)}`")
         text = _clean(screen.text, self.home)
@@ -158,23 +195,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, metavar="FILE", help="the page; without it only the times are printed")
     parser.add_argument("--pip-option", action="append", default=[], help="for every `pip install`; repeatable")
-    parser.add_argument("--before", metavar="COMMIT", help="compare the package's size with this commit's")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="walk here, and leave everything")
     given = parser.parse_args(argv)
     with _folder(given.keep) as home:
         walk = Walk(home, given.pip_option)
-        sizes = walked(walk, given.before)
-        page = _page(walk, sizes, given.before)
+        page = _page(walk, walked(walk))
     if given.write is not None:
         given.write.write_text(page, encoding="utf-8")
 
 
-def walked(walk: Walk, before: str | None) -> dict[str, Size]:
+def walked(walk: Walk) -> dict[str, Size]:
     """Take every step, and return the sizes of the packages that were made."""
     install(walk)
     sizes = package(walk)
-    if before is not None:
-        sizes["before"] = earlier(walk, before)
     edit(walk)
     upgrade(walk)
     intend(walk)
@@ -211,23 +244,28 @@ def install(walk: Walk) -> None:
 def package(walk: Walk) -> dict[str, Size]:
     """Make a package and a second one, look at them and commit them."""
     walk.say("## A package")
-    walk.step(f"rewrite llama --out {PACKAGE} --quick", shows=["LlamaForCausalLM"])
-    walk.step(f"git add {PACKAGE} && git commit -qm 'Llama, rewritten' && git show --stat=80 --format=%s | tail -n 3")
-    require("rewrite.lock" in walk.step("git ls-files", shown=False).text, "the lock is committed")
+    walk.step(f"rewrite llama --out {PACKAGE} --quick --commit", shows=["LlamaForCausalLM", "committed"])
+    walk.say("Two commits: the original, then the package, so that a review sees the lines that changed.")
+    walk.step("git log --reverse -n 2 --stat=80 --format=%s", shows=["rewrite.lock"])
     walk.step(f'python -c "import {PACKAGE}; print({PACKAGE}.selftest())"')
     walk.step(f"rewrite check {PACKAGE}", shows=["up to date"])
     walk.say("A second model of the same repository:")
     walk.step(f"rewrite qwen3 --out {SECOND} --no-verify --diff none", shows=["needs"])
     walk.step("git add . && git commit -qm 'Qwen3, rewritten' && git show --stat=80 --format=%s | tail -n 1")
-    return {"now": measured(walk, []), "second": counted(walk, "HEAD", 0.0, SECOND)}
+    sizes = {"now": measured(walk), "second": counted(walk, "HEAD", 0.0, SECOND)}
+    walk.say("## The team's formatter\n\nWhat it does is no edit:")
+    walk.step(f"ruff format {PACKAGE}", shows=["reformatted"])
+    walk.step(f"rewrite check {PACKAGE}", shows=["up to date"])
+    walk.step("git commit -qam 'Formatted'", shown=False)
+    return sizes
 
 
 def edit(walk: Walk) -> None:
     """Change a line that the next release changes too."""
     walk.say(
-        "## An edit\n\nThe team's checkpoints were trained with capped logits, so a line of the model is changed:"
+        "## An edit\n\nThe team's checkpoints were trained with capped logits: a line more in the model's `forward`."
     )
-    walk.edit(GENERATED, EDITED)
+    walk.edit(GENERATED, GENERATED + CAP)
     walk.step(f"rewrite diff {PACKAGE} --edits", shows=["torch.tanh"])
     walk.step(f"rewrite check {PACKAGE}", code=1, shows=["out of date"])
     walk.step("git commit -qam 'Cap the logits'", shown=False)
@@ -235,14 +273,16 @@ def edit(walk: Walk) -> None:
 
 def upgrade(walk: Walk) -> None:
     """Install the next release, meet a conflict and resolve it."""
-    walk.say(f"## transformers {OLD} → {NEW}")
-    walk.install(f"transformers=={NEW}", f"transformers=={NEW}")
-    (walk.project / "requirements.txt").write_text(f"transformers=={NEW}\n")
+    walk.install("--upgrade transformers", "--upgrade", "transformers")
+    new = walk.version("transformers")
+    require(new != OLD, "there is a newer transformers")
+    walk.say(f"## transformers {OLD} → {new}, the newest")
+    (walk.project / "requirements.txt").write_text(f"transformers=={new}\n")
     walk.step(f"rewrite check {PACKAGE}", code=1, shows=["out of date"])
     before = (walk.project / FILE).read_bytes()
     walk.step(f"rewrite sync {PACKAGE}", code=1, shows=["conflict"])
     require((walk.project / FILE).read_bytes() == before, "the file stays as it was while there is a conflict")
-    walk.step(f"grep -n -A 9 '<<<<<<<' {FILE}.conflict", shows=["torch.tanh", "slice_logits_to_keep"])
+    walk.step(f"sed -n '/<<<<<<</,/>>>>>>>/p' {FILE}.conflict", shows=["torch.tanh", "slice_logits_to_keep"])
     walk.say("Both sides meant something: the new slicing, and the cap. In the copy:")
     copy = walk.project / f"{FILE}.conflict"
     text, count = re.subn(r"<<<<<<<.*?>>>>>>>[^\n]*\n", RESOLVED, copy.read_text(), flags=re.S)
@@ -252,7 +292,9 @@ def upgrade(walk: Walk) -> None:
     require("torch.tanh" in (walk.project / FILE).read_text(), "the edit is in the merged file")
     require("slice_logits_to_keep" in (walk.project / FILE).read_text(), "the upgrade is in the merged file")
     require(not copy.exists(), "no copy is left")
-    walk.step(f"rewrite sync {SECOND} --diff none")
+    walk.say("What the upgrade brought has the team's layout:")
+    walk.step(f"ruff format --check {PACKAGE}")
+    walk.step(f"rewrite sync {SECOND} --diff none --commit", shows=["committed"])
 
 
 def intend(walk: Walk) -> None:
@@ -263,15 +305,21 @@ def intend(walk: Walk) -> None:
     walk.step(f'rewrite accept {PACKAGE} --quick --reason "{REASON}"', shows=["accepted.json"])
     walk.step("rewrite check", shows=["up to date"])
     walk.step(f"rewrite diff {PACKAGE} --format markdown | head -n 40", shows=[REASON])
-    walk.step(f"git add . && git commit -qm 'transformers {NEW}' && git show --stat=80 --format=%s | tail -n 1")
+    walk.step("git add . && git commit -qm 'Llama, upgraded' && git show --stat=80 --format=%s | tail -n 1")
+    walk.say("## It acts in decode\n\nA small checkpoint with random weights, saved by the package (`small.py`):")
+    for name, text in {"small.py": SMALL, "decodes.py": DECODES, "load.py": LOAD, "speaks.py": SPEAKS}.items():
+        (walk.project / name).write_text(text)
+    walk.step("python small.py && ls checkpoint", shows=["model.safetensors"])
+    walk.say(
+        "`decodes.py` generates eight tokens: with the original, with transformers' loop around the package's "
+        "`forward`, and with the step that a GPU captures, as plain calls on this CPU."
+    )
+    walk.step("python decodes.py", shows=["decode loop: yes"])
 
 
 def leave(walk: Walk) -> None:
     """Export the package with a checkpoint, and do without the tool."""
-    walk.say("## To the Hub\n\nA small checkpoint with random weights, saved by the package (`small.py`):")
-    for name, text in {"small.py": SMALL, "load.py": LOAD, "speaks.py": SPEAKS}.items():
-        (walk.project / name).write_text(text)
-    walk.step("python small.py && ls checkpoint", shows=["model.safetensors"])
+    walk.say("## To the Hub\n\nThe package as one file, beside that checkpoint:")
     walk.step(f"rewrite export {PACKAGE} --hub checkpoint --checkpoint checkpoint")
     walk.say("`load.py` builds it with `trust_remote_code=True` and compares the logits:")
     walk.step("python load.py", shows=["True"])
@@ -279,12 +327,6 @@ def leave(walk: Walk) -> None:
     walk.step(f"rewrite eject {PACKAGE}", shows=["ejected"])
     require(not (walk.project / PACKAGE / "rewrite.lock").exists(), "the lock is gone")
     walk.step("pip uninstall -qy hf-rewrite && python speaks.py", shows=["True", "[1, 8]"])
-
-
-def earlier(walk: Walk, commit: str) -> Size:
-    """Return what the package of an earlier commit adds."""
-    with checkout(walk, commit) as tree:
-        return measured(walk, [f"PYTHONPATH={tree}"])
 
 
 @contextmanager
@@ -298,9 +340,9 @@ def checkout(walk: Walk, commit: str) -> Iterator[Path]:
         subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", tree], check=True)
 
 
-def measured(walk: Walk, settings: Sequence[str]) -> Size:
+def measured(walk: Walk) -> Size:
     """Make the package again beside the repository, and count it in a commit that is taken back."""
-    line = " ".join([*settings, "python -m rewrite.cli llama --out measured/llama --no-verify --diff none"])
+    line = "rewrite llama --out measured/llama --no-verify --diff none"
     seconds = min(walk.step(f"rm -rf measured && {line}", shown=False).seconds for _ in range(2))
     walk.step("git add measured && git commit -qm measured", shown=False)
     size = counted(walk, "HEAD", seconds, "measured/llama")
@@ -362,20 +404,21 @@ def _clean(text: str, home: Path) -> str:
     return text.replace(str(home), "~").replace("```", "'''")
 
 
-def _page(walk: Walk, sizes: dict[str, Size], before: str | None) -> str:
+def _page(walk: Walk, sizes: dict[str, Size]) -> str:
     screens = walk.screens
-    spent = sum(screen.seconds for screen in screens)
+    spent, processor = (sum(getattr(one, what) for one in screens) for what in ("seconds", "processor"))
     head = f"""\
 # A walk
 
 Made by `python bench/walk.py --write docs/walk.md` on {_machine(walk)}. \
 Every command was run in a git repository, on a terminal of {COLUMNS} columns, and what it left was checked.
-Verifications are quick ones (`--quick`); a full one takes some 20 seconds more.
+Verifications are quick ones (`--quick`).
 
-{len(screens)} screens, {spent:.0f} s of commands; pip took another {sum(walk.pip.values()):.0f} s. \
+{len(screens)} screens, {spent:.0f} s of commands, {processor:.0f} s of a processor: the machine had other work. \
+pip took another {sum(walk.pip.values()):.0f} s. \
 {_cut(screens)}
 
-{_sizes(sizes, before)}
+{_sizes(sizes)}
 """
     page = "\n\n".join([head.rstrip(), *walk.parts]) + "\n"
     for secret in (str(walk.home), str(ROOT), str(Path.home()) + "/", "://"):
@@ -390,9 +433,8 @@ def _cut(screens: Sequence[Screen]) -> str:
     return f"Lines longer than the terminal: {', '.join(f'{count} of `{name}`' for name, count in cut.items())}."
 
 
-def _sizes(sizes: dict[str, Size], before: str | None) -> str:
-    names = {"before": f"at {before}", "now": "now", "second": "a second model beside it"}
-    shown = [name for name in names if name in sizes]
+def _sizes(sizes: dict[str, Size]) -> str:
+    names = {"now": "the first", "second": "a second model beside it"}
     rows = {
         "files": lambda size: f"{size.files}",
         "lines": lambda size: f"{size.lines:,}",
@@ -402,10 +444,10 @@ def _sizes(sizes: dict[str, Size], before: str | None) -> str:
         "seconds, without verification": lambda size: f"{size.seconds:.1f}" if size.seconds else "–",
     }
     lines = [
-        f"| a package of Llama in git | {' | '.join(names[name] for name in shown)} |",
-        "|---" * (len(shown) + 1) + "|",
+        f"| a package of Llama in git | {' | '.join(names[name] for name in names)} |",
+        "|---" * (len(names) + 1) + "|",
     ]
-    lines += [f"| {what} | {' | '.join(value(sizes[name]) for name in shown)} |" for what, value in rows.items()]
+    lines += [f"| {what} | {' | '.join(value(sizes[name]) for name in names)} |" for what, value in rows.items()]
     return "\n".join(lines)
 
 

@@ -46,7 +46,8 @@ def leave(work: Callable[[], int]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up as Ctrl-C does
     streams.prepare()
     code = work()
-    gc.freeze()  # what is left goes with the process: nobody need look at it once more
+    if "triton" not in sys.modules:  # whose 3.9 lists on the screen what is not freed
+        gc.freeze()  # what is left goes with the process: nobody need look at it once more
     sys.exit(code)
 
 

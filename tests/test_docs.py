@@ -93,5 +93,5 @@ def test_every_page_is_one_step_from_readme_and_on_the_site() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Where to read on")[2].partition("\n## ")[0]
     linked = list(dict.fromkeys(re.findall(r"\(docs/([\w.-]+\.md)", readme)))
     assert sorted(linked) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
-    site = re.findall(r": ([\w.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.M)
+    site = re.findall(r" ([\w.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.M)
     assert sorted({*linked, "index.md", "contributing.md", "changelog.md"}) == sorted(site)

@@ -73,7 +73,7 @@ def test_what_runs_models_is_not_installed_with_the_tool() -> None:
     imported = {library.replace("-", "_"): f"'hf-rewrite[{extra}]'" for library, extra in brought.items()}
     assert imported == EXTRAS
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^python3 -m venv .*?pip install -e \./runtime -e ('.*?') ", readme, re.MULTILINE)
+    commands = re.findall(r"^python3 -m venv .*?pip install -e \./runtime -e ('.*?')", readme, re.MULTILINE)
     assert commands[:2] == ["'.[verify]'", "'.[dev]'"]
 
 

@@ -98,7 +98,12 @@ HEADINGS = {
 @click.option(
     "--ladder-prepare", type=FOLDER, metavar="DIR", help="Only write the ladder's packages, to be measured there."
 )
-@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw a bar chart.")
+@click.option(
+    "--png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw a chart, and one for dark pages.",
+)
 @reporting_options
 def bench(
     target: str,
@@ -155,8 +160,8 @@ def say_of_a_cpu(screen: Screen, device: str | None) -> None:
     from rewrite.verify.models.device import usable_device
 
     if usable_device(device) == "cpu":
-        screen.line("on a CPU", "a package is slower than its original (0.66 to 0.84 times where it was")
-        screen.line("", "tried): no figure of this run says anything of a GPU, which it is for")
+        said = "a package is slower than its original (0.66 to 0.84 times where it was tried): "
+        screen.line("on a CPU", f"{said}no figure of this run says anything of a GPU, which it is for")
 
 
 def _bench(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:

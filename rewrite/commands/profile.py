@@ -63,7 +63,7 @@ HEADINGS = {
 @click.option("--needless/--no-needless", default=True, help="Look for compute that need not happen.")
 @click.option("--markdown", type=FILE, metavar="FILE", help="Write it as Markdown, for a pull request.")
 @click.option("--html", type=FILE, metavar="FILE", help="Write a report, one file.")
-@click.option("--png", type=FILE, metavar="FILE", help="Draw the bars of both sides.")
+@click.option("--png", type=FILE, metavar="FILE", help="Draw the bars of both sides, also for dark pages.")
 @click.option("--traces", type=FOLDER, metavar="DIR", help="Keep the traces of both sides, for Perfetto.")
 @reporting_options
 def profile(target: str | None, trace_path: Path | None, quiet: bool, **options: Any) -> int:

@@ -87,10 +87,11 @@ def _package(
     bisect: bool,
     json_path: Path | None,
 ) -> int:
-    from rewrite.delivery import acceptance, bisection, json_report, summary, verdict_file, verification
+    from rewrite.delivery import acceptable, acceptance, bisection, json_report, summary, verdict_file, verification
     from rewrite.package import output
     from rewrite.package.assemble import VERDICT_NAME
-    from rewrite.sync import rebuild
+    from rewrite.sync import edits, rebuild
+    from rewrite.typed import again
 
     lock, source = _original(folder, given, request, trusted)
     accepted = acceptance.read(folder)
@@ -114,14 +115,19 @@ def _package(
         with screen.working("bisecting") as progress:
             found = bisection.bisect(source, transforms, verdict, request, verification.judge, progress)
         summary.show_bisection(screen, found, lock, folder)
+    edited = [] if accepted is not None or verdict.passed else edits.edited_places(folder, lock)
+    if edited and not (found and found.at_fault):
+        meant = again("--reason", "TEXT", without=("--bisect", "--tp")).replace("verify", "accept", 1)
+        accept = "" if acceptable.unacceptable(verdict) else f", or where they are meant: {meant}"
+        screen.problem("next", f"mend your edits in {', '.join(edited)}{accept}")
     json_report.write(json_path, "verify", {**verdict.to_json(), "bisection": found.to_json() if found else None})
     if refused:
         screen.problem("refused", f"{refused[0]}{f', and {len(refused) - 1} more' if len(refused) > 1 else ''}")
         return 1
     if accepted is None or verdict.passed:
         return verdict.exit_code
-    again = acceptance.renewed(accepted, folder, lock, verdict)
-    output.write_beside(folder / acceptance.NAME, again.to_json().encode("utf-8"))
+    renewed = acceptance.renewed(accepted, folder, lock, verdict)
+    output.write_beside(folder / acceptance.NAME, renewed.to_json().encode("utf-8"))
     say = screen.problem if screen.quiet else screen.line  # it fails nothing, and still is no pass
     say("accepted", f"what fails was accepted: {accepted.reason}")
     return 0

@@ -193,8 +193,9 @@ def worst(found: Failed) -> str:
     measured = {name: figures for name, figures in found.items() if "max" in figures}
     if not measured:
         return f"{count}: {min(found)}"
-    name = max(measured, key=lambda each: (_number(measured[each]["max"]), each))
-    return f"{count}, the most {name}: {_number(measured[name]['max']):.3g}"
+    errors = {name: _number(figures["max"]) for name, figures in measured.items()}
+    name = max(errors, key=lambda each: (math.isfinite(errors[each]), errors[each], each))  # no infinity, if it can be
+    return f"{count}, the most {name}: {errors[name]:.3g}"
 
 
 @contextmanager

@@ -131,9 +131,7 @@ class _Search:
         if not self._fails(self.left, self.sharp):
             self.sharp = ()  # it may need what ran before it
             if not self._fails(self.left, ()):
-                return self._end(
-                    False, "no transform: what they generate passes; look at your edits, if there are any"
-                )
+                return self._end(False, "no transform: what they generate passes")
         while True:
             self.at_fault.append(self._last_of_shortest())
             self.left = tuple(name for name in self.left if name != self.at_fault[-1])

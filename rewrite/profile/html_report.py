@@ -59,7 +59,7 @@ def html(record: Mapping[str, Any]) -> str:
     kinds = [kind for kind in named if any(_has(side, kind) for side in record["sides"].values())]
     return template.render(
         title=f"Profile of {name}: {profile_tables.KINDS[record['kind']]}",
-        summary=profile_tables.summary(record),
+        summary=profile_tables.headline(record),
         conditions=profile_tables.conditions(record),
         light=plots.LIGHT,
         dark=plots.DARK,

@@ -53,23 +53,25 @@ DARK = LIGHT | {
 }
 WIDTH = 8.0
 """Inches; the page scales it."""
+PICTURE = 5.0
+"""Inches of a picture of its own, whose words a phone shows."""
 NARROWEST = 0.05
 """Share of a bar from which a part has its share on it."""
 
 
-def bars(record: Mapping[str, Any]) -> Any:
+def bars(record: Mapping[str, Any], colours: Mapping[str, str] = LIGHT) -> Any:
     """Both sides as stacked bars: in the same unit, and below that each as a whole of its own."""
     sides = record["sides"]
-    figure, (absolute, own) = _figure(1.1 + 1.0 * len(sides), 2)
+    figure, (absolute, own) = _figure(1.1 + 1.0 * len(sides), 2, colours)
     longest = max(side["sum_us"] for side in sides.values())
     names = [NAMES[name] if record["kind"] != "trace" else "trace" for name in sides]
     for axes, scaled in ((absolute, False), (own, True)):
         for place, side in enumerate(sides.values()):
             unit = 100 / side["sum_us"] if scaled else 1.0
-            _bar(axes, place, [(kind, us * unit) for kind, us in parts(side)], 100.0 if scaled else longest)
+            _bar(axes, place, [(kind, us * unit) for kind, us in parts(side)], 100.0 if scaled else longest, colours)
             if not scaled:
                 said = f"  {side['sum_us'] / 1e3:.3g} ms"
-                axes.text(side["sum_us"], place, said, va="center", fontsize=8.5, color=LIGHT["text"])
+                axes.text(side["sum_us"], place, said, va="center", fontsize=8.5, color=colours["text"])
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.set_xlim(0, 100.0 if scaled else longest * 1.13)
@@ -78,19 +80,16 @@ def bars(record: Mapping[str, Any]) -> Any:
     return figure
 
 
-def _bar(axes: Any, place: int, pieces: Sequence[tuple[str, float]], whole: float) -> None:
+def _bar(axes: Any, place: int, pieces: Sequence[tuple[str, float]], whole: float, colours: Mapping[str, str]) -> None:
     left = 0.0
     total = sum(length for _, length in pieces)
     for kind, length in pieces:
-        axes.barh(place, length, left=left, height=0.66, color=LIGHT[kind], edgecolor="none")
+        axes.barh(place, length, left=left, height=0.66, color=colours[kind], edgecolor="none")
         if length > NARROWEST * whole:
             said = f"{length / total:.0%}"
-            axes.text(left + length / 2, place, said, ha="center", va="center", fontsize=7.5, color=_on(kind))
+            on = colours["text" if kind in WAITS else "on"]
+            axes.text(left + length / 2, place, said, ha="center", va="center", fontsize=7.5, color=on)
         left += length
-
-
-def _on(kind: str) -> str:
-    return LIGHT["text" if kind in WAITS else "on"]
 
 
 def parts(side: Mapping[str, Any]) -> list[tuple[str, float]]:
@@ -165,17 +164,17 @@ def timeline(record: Mapping[str, Any]) -> Any:
     return figure
 
 
-def _figure(height: float, rows: int = 0) -> tuple[Any, Any]:
+def _figure(height: float, rows: int = 0, colours: Mapping[str, str] = LIGHT) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     grid = figure.subplots(max(rows, 1), 1, squeeze=False)[:, 0]
     for axes in grid:
         axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(LIGHT["axis"])
-        axes.tick_params(colors=LIGHT["text"], labelsize=8.5)
-        axes.xaxis.label.set_color(LIGHT["text"])
-        axes.yaxis.label.set_color(LIGHT["text"])
+        axes.spines[["left", "bottom"]].set_color(colours["axis"])
+        axes.tick_params(colors=colours["text"], labelsize=8.5)
+        axes.xaxis.label.set_color(colours["text"])
+        axes.yaxis.label.set_color(colours["text"])
         axes.xaxis.label.set_fontsize(9)
         axes.yaxis.label.set_fontsize(9)
     figure.patch.set_alpha(0.0)
@@ -213,20 +212,27 @@ def _variables() -> Sequence[tuple[str, str]]:
 
 
 def png(record: Mapping[str, Any], path: Path) -> None:
-    """The bars as a picture, on white, with what the colours are and the conditions."""
+    """The bars as two pictures, PATH and one for dark pages beside it, with the conditions and a legend."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for suffix, colours, page in (("", LIGHT, "#ffffff"), ("-dark", DARK, "#16181c")):
+        _picture(record, colours, page).savefig(path.with_stem(path.stem + suffix), dpi=150, format="png")
+
+
+def _picture(record: Mapping[str, Any], colours: Mapping[str, str], page: str) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.patches import Patch
 
-    figure = bars(record)
-    figure.set_size_inches(WIDTH, figure.get_figheight() + 0.9)
+    figure = bars(record, colours)
+    figure.set_size_inches(PICTURE, figure.get_figheight() + 1.3)
     kinds = list(dict.fromkeys(kind for side in record["sides"].values() for kind, _ in parts(side)))
     named = profile_tables.titles(record)
-    patches = [Patch(color=LIGHT[kind], label=named[kind]) for kind in kinds]
-    figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    lines = textwrap.wrap(profile_tables.conditions(record), 118)
-    figure.suptitle("\n".join(lines), fontsize=8, color=LIGHT["text"])
+    patches = [Patch(color=colours[kind], label=named[kind]) for kind in kinds]
+    key = figure.legend(handles=patches, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    for text in key.get_texts():
+        text.set_color(colours["text"])
+    lines = textwrap.wrap(profile_tables.conditions(record), 66)
+    figure.suptitle("\n".join(lines), fontsize=8, color=colours["text"])
     figure.patch.set_alpha(1.0)
-    figure.patch.set_facecolor("white")
+    figure.patch.set_facecolor(page)
     FigureCanvasAgg(figure)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, format="png")
+    return figure

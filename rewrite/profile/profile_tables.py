@@ -51,6 +51,12 @@ def summary(record: Mapping[str, Any]) -> str:
     )
 
 
+def headline(record: Mapping[str, Any]) -> str:
+    """The sentence that a report begins with; on a CPU first that no gain is to be expected there."""
+    nothing = "On a CPU no gain is to be expected. " if str(record["device"]).startswith("CPU") else ""
+    return nothing + summary(record)
+
+
 def titles(record: Mapping[str, Any]) -> dict[str, str]:
     """What the parts of a step are called: a CPU waits for no host, it is one."""
     on_host = {HOST: "Python, dispatching"} if str(record["device"]).startswith("CPU") else {}
@@ -138,9 +144,14 @@ def _cut(text: str, width: int) -> str:
 
 def markdown(record: Mapping[str, Any]) -> str:
     """The whole profile as GitHub's Markdown."""
-    parts = [f"### Profile: {KINDS[record['kind']]}", "", summary(record), "", f"<sub>{conditions(record)}</sub>", ""]
-    table = shares(record)
-    parts += _markdown(table)
+    parts = [f"### Profile: {KINDS[record['kind']]}", "", headline(record), "", f"<sub>{conditions(record)}</sub>", ""]
+    for each in record.get("advice", []):
+        parts += [] if "- " in parts[-1] else ["**What would change it**", ""]
+        parts.append(f"- {each['text']}")
+    findings = record.get("needless", {}).get("findings", [])
+    if findings:
+        parts += ["", "**Compute that need not happen**", "", *(f"- {each['text']}" for each in findings)]
+    parts += ["", *_markdown(shares(record))]
     for name, side in record["sides"].items():
         made = rows(side, NAMES[name] if record["kind"] != "trace" else "kernels", 20)
         parts += [
@@ -151,12 +162,6 @@ def markdown(record: Mapping[str, Any]) -> str:
             "",
             "</details>",
         ]
-    for each in record.get("advice", []):
-        parts += [] if "- " in parts[-1] else ["", "**What would change it**", ""]
-        parts.append(f"- {each['text']}")
-    findings = record.get("needless", {}).get("findings", [])
-    if findings:
-        parts += ["", "**Compute that need not happen**", "", *(f"- {each['text']}" for each in findings)]
     return "\n".join(parts) + "\n"
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,14 +43,12 @@ def library(asked: str | None) -> Iterator[Installed | None]:
     if path.is_dir():
         yield _of_folder(path)
         return
-    if _VERSION.fullmatch(asked) and not path.exists():
-        found = find_transformers()
-        if found is not None and found.version == asked:
-            yield found
-            return
-        path = _wheel(asked)
+    version = asked if _VERSION.fullmatch(asked) and not path.exists() else None
+    if version is not None and (found := find_transformers()) is not None and found.version == version:
+        yield found
+        return
     with tempfile.TemporaryDirectory(prefix="rewrite-") as folder:
-        yield _unpacked(path, Path(folder))
+        yield _unpacked(path if version is None else _wheel(version, Path(folder)), Path(folder))
 
 
 def of_project(folder: Path) -> Installed | None:
@@ -86,36 +86,63 @@ def _of_folder(path: Path) -> Installed:
     raise ReleaseNotFound(str(path), "there is no transformers in that folder")
 
 
-def _wheel(version: str) -> Path:
-    """Return the wheel of a version: one that was downloaded before, else pip is asked for it."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf-rewrite"
-    wheel = cache / f"transformers-{version}-py3-none-any.whl"
-    if wheel.is_file():
-        return wheel
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+def _wheel(version: str, folder: Path) -> Path:
+    """Return the wheel of a version: one that was kept, else a new one, in `folder` where it cannot be kept."""
+    cache = _cache()
+    name = f"transformers-{version}-py3-none-any.whl"
+    if cache is not None and os.path.isfile(cache / name):  # False, too, where it may not be read
+        return cache / name
+    found = _downloaded(version, folder)
+    if cache is None:
+        return found
+    beside = cache / f".{name}.{os.getpid()}"
     try:
-        with tempfile.TemporaryDirectory(prefix="rewrite-") as folder:
-            done = subprocess.run(
-                [*command, f"transformers=={version}", "-d", folder],
-                capture_output=True,
-                text=True,
-                stdin=subprocess.DEVNULL,
-            )
-            found = list(Path(folder).glob("transformers-*.whl"))
-            if done.returncode != 0 or not found:
-                if "No module named pip" in done.stderr:
-                    raise ReleaseNotFound(
-                        version, "this environment has no pip to download it: name a wheel or a folder"
-                    )
-                lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [""]
-                raise ReleaseNotFound(version, f"pip could not download it. {lines[-1]}".strip())
-            cache.mkdir(parents=True, exist_ok=True)
-            beside = wheel.with_name(f".{wheel.name}.{os.getpid()}")
-            beside.write_bytes(found[0].read_bytes())
-            beside.replace(wheel)
-    except OSError as error:
-        raise ReleaseNotFound(version, f"its wheel could not be kept: {error.strerror or error}") from error
-    return wheel
+        cache.mkdir(parents=True, exist_ok=True)
+        beside.write_bytes(found.read_bytes())
+        beside.replace(cache / name)
+    except OSError:  # a cache that is read-only, or full: the next call downloads it again
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        return found
+    return cache / name
+
+
+def _cache() -> Path | None:
+    """Return the folder that wheels are kept in; None for a user who has no home."""
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "hf-rewrite"
+    try:
+        return Path.home() / ".cache" / "hf-rewrite"
+    except RuntimeError:  # no HOME, and no entry in the list of users
+        return None
+
+
+def _downloaded(version: str, folder: Path) -> Path:
+    """Download a wheel.
+
+    Raises:
+        ReleaseNotFound: if there is no pip, or it finds none.
+    """
+    pip = _pip()
+    if pip is None:
+        raise ReleaseNotFound(version, "there is no pip and no uv to download it: name a wheel or a folder")
+    command = [*pip, "download", "--quiet", "--no-deps", "--only-binary=:all:", f"transformers=={version}"]
+    done = subprocess.run([*command, "-d", str(folder)], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    found = list(folder.glob("transformers-*.whl"))
+    if done.returncode != 0 or not found:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [""]
+        raise ReleaseNotFound(version, f"pip could not download it. {lines[-1]}".strip())
+    return found[0]
+
+
+def _pip() -> list[str] | None:
+    """Return how pip is called: this environment's own, else, as in one that uv made, uv's or one on PATH."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    if (uv := shutil.which("uv")) is not None:
+        return [uv, "tool", "run", "--quiet", "pip"]
+    other = shutil.which("pip") or shutil.which("pip3")
+    return None if other is None else [other]
 
 
 def _unpacked(wheel: Path, folder: Path) -> Installed:

@@ -22,6 +22,8 @@ NOT_BY_SYNC = frozenset(
     {"stale-verification", "broken-edit", "edited-alone", "conflict", "not-readable", "edited-runtime", CANNOT_TELL}
 )
 """Kinds of findings that a sync alone does not end; their messages say what does."""
+NOT_COMPARED = frozenset({"not-readable", "not-reproducible", "broken-edit", "conflict"})
+"""Kinds of findings of a package whose edits cannot be told, or are named by them."""
 MOST_EDITS = 4
 """Edited places that a line names."""
 
@@ -52,8 +54,10 @@ def exit_code(found: Found) -> int:
 def _line(folder: str, several: Sequence[Finding]) -> str:
     if not several:
         return _green(folder)
-    state = "cannot tell" if {finding.kind for finding in several} == {CANNOT_TELL} else "out of date"
-    return f"{state} {folder}: {'; '.join(finding.message for finding in several)}"
+    kinds = {finding.kind for finding in several}
+    state = "cannot tell" if kinds == {CANNOT_TELL} else "out of date"
+    edited = "" if kinds & NOT_COMPARED else _edits(folder)
+    return f"{state} {folder}: {'; '.join([*(finding.message for finding in several), *([edited] if edited else [])])}"
 
 
 def wrapped(text: str, width: int) -> str:
@@ -108,14 +112,19 @@ FORMATS: Mapping[str, Callable[[Found], str]] = {
 
 def _green(folder: str) -> str:
     """Return what is said of a package that is as it would be made now: nobody may read of it that it was verified."""
-    places = edits.edited_places(Path(folder), read_lock(Path(folder)))
-    shown = places if len(places) <= MOST_EDITS else [*places[:MOST_EDITS], f"{len(places) - MOST_EDITS} more"]
-    edited = f"your edits in {', '.join(shown)}"
+    edited = _edits(folder)
     if not rebuild.is_verified(Path(folder)):
         never = f"never verified ({typed('verify', folder)})"
-        return f"unverified  {folder}: {f'{edited}, ' if places else ''}{never}"
+        return f"unverified  {folder}: {f'{edited}, ' if edited else ''}{never}"
     how = "accepted" if (Path(folder) / acceptance.NAME).is_file() else "verified"
-    return f"up to date  {folder}{f': {edited}, {how}' if places else ''}"
+    return f"up to date  {folder}{f': {edited}, {how}' if edited else ''}"
+
+
+def _edits(folder: str) -> str:
+    """Return which classes and functions the user edited, nothing where none is."""
+    places = edits.edited_places(Path(folder), read_lock(Path(folder)))
+    shown = places if len(places) <= MOST_EDITS else [*places[:MOST_EDITS], f"{len(places) - MOST_EDITS} more"]
+    return f"your edits in {', '.join(shown)}" if places else ""
 
 
 def _result(finding: Finding) -> dict[str, Any]:

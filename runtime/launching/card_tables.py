@@ -24,10 +24,11 @@ _Read = TypeVar("_Read", bound=Callable[..., Any])
 
 
 def folder() -> Path:
-    """Return the user's folder; it need not be there."""
+    """Return the user's folder; it need not be there, and is not where a user has no home."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf-rewrite"
+    home = Path(os.path.expanduser("~"))  # "~" itself without HOME and an entry in the list of users
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "hf-rewrite"
 
 
 def ship(package: Path) -> None:
@@ -50,7 +51,7 @@ def read(name: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for place in folders():
-        if (path := place / name).is_file():
+        if os.path.isfile(path := place / name):  # no error of a home that may not be read
             _merge(found, json.loads(path.read_text(encoding="utf-8")))
     return found
 

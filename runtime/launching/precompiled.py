@@ -64,7 +64,7 @@ def _copy_file(source: Path, to: Path) -> None:
 @card_tables.cached
 def use(arch: str) -> str:
     """Let Triton find the kernels for a chip (`sm_90`), once a process; return what became of them, "" for none."""
-    kept = [place for folder in card_tables.folders() if (place := folder / card_tables.KERNELS).is_dir()]
+    kept = [place for folder in card_tables.folders() if os.path.isdir(place := folder / card_tables.KERNELS)]
     if not kept:
         return ""
     knobs, version = _triton()

@@ -302,7 +302,19 @@ def test_a_chart_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPa
 def test_a_chart(record: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     chart.draw(record, tmp_path / "chart.png")
-    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    pictures = [(tmp_path / name).read_bytes() for name in ("chart.png", "chart-dark.png")]
+    assert all(one.startswith(b"\x89PNG") for one in pictures)
+    assert pictures[0] != pictures[1]
+
+
+def test_a_chart_shows_each_ratio_with_its_interval() -> None:
+    pytest.importorskip("matplotlib")
+    record = json.loads((ROOT / "bench" / "results" / "decode-1b-h100.json").read_text("utf-8"))
+    figure = chart.figure(record, "#000000")
+    words = [text.get_text() for axes in figure.axes for text in axes.texts]
+    sides = [side for cell in record["cells"] for side in cell["sides"].values() if "ours" in side]
+    assert len(sides) > 5
+    assert [side for side in sides if not any(benchmark_tables.said(side) in word for word in words)] == []
 
 
 def test_results_are_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -28,6 +28,15 @@ def test_a_check_names_what_was_edited(package: Path) -> None:
     assert rewrite("check", "out").out == f"up to date  out: {places}, verified\n"
 
 
+def test_a_package_that_is_out_of_date_names_its_edits(here: Path, package: Path) -> None:
+    edit(package / "modeling_tiny.py", "return self.down_proj(", "return 2.0 * self.down_proj(")
+    edit(here / "modeling_tiny.py", "class TinyLlamaMLP", "GONE = 1\n\n\nclass TinyLlamaMLP")
+    checked = rewrite("check", "out")
+    assert checked.code == 1
+    assert checked.out.splitlines()[0].startswith("out of date out: ")
+    assert checked.out.splitlines()[0].endswith("; your edits in TinyLlamaMLP.forward")
+
+
 def test_many_edits_are_counted(package: Path) -> None:
     (package / "modeling_tiny.py").write_text("")
     assert re.search(r"__init__, \d+ more, never verified", rewrite("check", "out").out)

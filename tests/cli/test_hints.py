@@ -92,7 +92,7 @@ def test_a_stale_package_is_made_anew_by_the_line_that_a_check_ends_with(here: P
     assert rewrite("check", "out").code == 0
 
 
-def test_a_check_of_another_transformers_says_so_to_the_sync() -> None:
+def test_a_check_of_another_transformers_says_so_to_the_sync(package: Path) -> None:
     from rewrite.sync import formats
     from rewrite.sync.package_check import Finding
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import click
@@ -11,6 +12,7 @@ import pytest
 from command_line import Outcome, rewrite, tool
 from rich.console import Console
 
+from rewrite import program
 from rewrite.cli import COMMANDS, cli
 from rewrite.console.progress import Work, duration, in_pipe
 from rewrite.console.progress_steps import Step
@@ -201,3 +203,16 @@ def test_a_class_that_generates_is_named_once() -> None:
         "in a captured graph, on a GPU: Third, as far as it goes",
         "not in a graph: Fourth: it has none",
     ]
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_what_triton_made_is_freed(monkeypatch: pytest.MonkeyPatch, loaded: bool) -> None:
+    frozen: list[bool] = []
+    monkeypatch.setattr("signal.signal", lambda *given: None)
+    monkeypatch.setattr("gc.freeze", lambda: frozen.append(True))
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    if loaded:
+        monkeypatch.setitem(sys.modules, "triton", sys)
+    with pytest.raises(SystemExit):
+        program.leave(lambda: 0)
+    assert frozen == ([] if loaded else [True])

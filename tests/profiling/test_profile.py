@@ -115,6 +115,8 @@ def test_markdown_is_a_table_that_github_renders(record: dict[str, Any]) -> None
     assert all(line.endswith("|") for line in lines)
     assert "<details>" in text
     assert "wall clock" in text
+    assert text.splitlines()[2].startswith("On a CPU no gain is to be expected. ")
+    assert "|" not in text[: text.index("**What would change it**")] or not record["advice"]
 
 
 def test_what_cannot_be_profiled_is_said(plan: Plan) -> None:
@@ -205,6 +207,8 @@ def test_the_report_is_one_file_that_needs_no_other(page: Path) -> None:
     assert "<script>alert" not in text
     assert parser.tables >= 6  # one below each plot, and more
     assert text.count("<svg") == PLOTS
+    assert '<p class="sentence">On a CPU no gain is to be expected. ' in text
+    assert text.index("What would change it") < text.index("<svg")  # the findings first
     assert 'class="came"' in text
     assert 'class="went"' in text
     assert len(text) < 3e6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from hf_rewrite_runtime.attention.named_backends import (
 )
 from hf_rewrite_runtime.core import backend
 from hf_rewrite_runtime.core.process import settings
-from hf_rewrite_runtime.launching import card_tables
+from hf_rewrite_runtime.launching import card_tables, precompiled
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 MODULE: Any = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=True)
@@ -56,6 +57,27 @@ def attend(*given: Any, **named: Any) -> torch.Tensor:
 def table(tmp_path: Path, size: str, name: str) -> None:
     (tmp_path / "attention.json").write_text(json.dumps({"cpu": {size: {"backend": name, "us": {name: 1.0}}}}))
     card_tables.forget()
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (card_tables.VARIABLE, "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # of a user that no list has
+    card_tables.forget()
+    assert attend(*states(), None).isfinite().all()
+
+
+def test_a_home_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stat = os.stat
+
+    def refused(path: Any, *given: Any, **named: Any) -> os.stat_result:
+        if str(path).startswith(str(tmp_path)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *given, **named)
+
+    monkeypatch.setattr("os.stat", refused)
+    assert attend(*states(), None).isfinite().all()
+    assert precompiled.use("sm_90") == ""
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,10 @@ def test_what_fails_is_recorded_with_its_figures(
     assert (checked.code, checked.out) == (0, f"unverified  out: {PLACE}, never verified (rewrite verify out)\n")
     assert rewrite("verify", edited, *original).code == 1
     assert "rewrite accept out --reason TEXT" in rewrite("check", edited, "--transformers", tree).out
+    judge.planted = {"tokens": {"max": float("inf")}}  # no figure to name
+    done = rewrite(*ACCEPT, *original)
+    assert "2 checks differ, the most parity: logits: 0.3" in done.out
+    judge.planted = {}
     done = rewrite(*ACCEPT, *original)
     assert (done.code, "1 check differs, the most parity: logits: 0.3" in done.out) == (0, True), done.err
     figures = {"parity: logits": {"max": 0.3, "tensors": 1}}
@@ -101,6 +106,23 @@ def test_what_fails_is_recorded_with_its_figures(
     assert MINE not in acceptance.read(edited).reason  # type: ignore[union-attr]
     assert rewrite("check", edited, "--transformers", tree).out == f"up to date  out: {PLACE}, accepted\n"
     assert max(map(len, done.out.splitlines())) <= 80
+
+
+def test_a_failure_says_how_edits_are_accepted(edited: Path, judge: Judge, original: tuple[str, str]) -> None:
+    failed = rewrite("verify", edited, *original, "--quick", "--no-bisect")
+    (line,) = (line for line in (failed.out + failed.err).splitlines() if "rewrite accept" in line)
+    words = shlex.split(line.partition("where they are meant: rewrite ")[2])
+    assert sorted(words) == sorted(["accept", "out", *original, "--quick", "--reason", "TEXT"])
+    assert rewrite(*words).code == 0
+    passed = rewrite("verify", edited, *original, "--no-bisect")
+    assert "rewrite accept" not in passed.out + passed.err
+
+
+def test_a_check_that_cannot_run_is_no_edit_to_accept(edited: Path, judge: Judge, original: tuple[str, str]) -> None:
+    judge.raised = ("keys",)
+    failed = rewrite("verify", edited, *original, "--no-bisect")
+    said = failed.out + failed.err
+    assert ("mend your edits in " in said, "rewrite accept" in said) == (True, False)
 
 
 def test_the_comment_of_the_pull_request_shows_it(accepted: Path) -> None:

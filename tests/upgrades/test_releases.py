@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -161,9 +162,9 @@ def test_a_wheel_that_is_none(package: Path, releases: Releases) -> None:
     assert (done.code, "cannot be read as a wheel" in done.err) == (2, True)
 
 
-def test_a_version_is_downloaded_once(
-    package: Path, releases: Releases, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def asked(releases: Releases, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The calls of a pip that has transformers 6.1.0."""
     wheel, asked = releases.wheel("6.1.0", DROPOUT), []
     run = subprocess.run
 
@@ -174,14 +175,49 @@ def test_a_version_is_downloaded_once(
         (Path(command[-1]) / wheel.name).write_bytes(wheel.read_bytes())
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("rewrite.source.release.subprocess.run", download)
+    return asked
+
+
+def test_a_version_is_downloaded_once(
+    package: Path, asked: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for _ in range(2):
         dry = rewrite("sync", package, "--transformers", "6.1.0", "--dry-run")
         assert (dry.code, " changed, " in dry.out) == (0, True)
     assert len(asked) == 1
     assert "transformers==6.1.0" in asked[0]
     assert "--no-deps" in asked[0]
+
+
+def test_a_version_without_a_place_to_keep_it(
+    package: Path, asked: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")  # nothing can be made below it, by root either
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert rewrite("sync", package, "--transformers", "6.1.0", "--dry-run").code == 0
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # of a user that no list has
+    assert rewrite("sync", package, "--transformers", "6.1.0", "--dry-run").code == 0
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [({"uv", "pip3"}, ["/bin/uv", "tool", "run", "--quiet", "pip"]), ({"pip3"}, ["/bin/pip3"]), (set(), None)],
+)
+def test_an_environment_without_pip(
+    package: Path, asked: list[list[str]], monkeypatch: pytest.MonkeyPatch, there: set[str], expected: list[str] | None
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "pip" else find(name, *rest))
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if name in there else None)
+    done = rewrite("sync", package, "--transformers", "6.1.0", "--dry-run")
+    assert (done.code, "there is no pip and no uv" in done.err) == (0 if expected else 2, not expected), done.err
+    assert [command[: command.index("download")] for command in asked] == ([expected] if expected else [])
 
 
 def test_several_packages_go_on_after_an_error(package: Path, releases: Releases) -> None:
