@@ -28,6 +28,9 @@ def looks_turning(function: cst.FunctionDef, module: Module, owner: ClassInfo | 
     """
     if owner is not None and _calls_modules(function, module, owner):
         return False
+    returned = [node.value for node in walk(function.body) if isinstance(node, cst.Return)]
+    if not any(returned) or any(_is_turned(value) for value in returned):
+        return False
     numbers = _numbers(function)
     params = [name for name in parameters(function) if name != "self" and name not in numbers]
     called = set(_called(function, module, owner))
@@ -40,6 +43,12 @@ def looks_turning(function: cst.FunctionDef, module: Module, owner: ClassInfo | 
     if len(params) < 2 or not called & _REARRANGING or called & _OF_OTHERS or not _adds(function.body):
         return False
     return any(_has_two_tables(tensor, products) for tensor in params)
+
+
+def _is_turned(value: cst.BaseExpression | None) -> bool:
+    """Whether what is returned is a call of the runtime's rotation, or two."""
+    each = [element.value for element in value.elements] if isinstance(value, cst.Tuple) else [value]
+    return all(isinstance(one, cst.Call) and _name(one) in ("rotary", "rotary_single") for one in each)
 
 
 def _calls_modules(function: cst.FunctionDef, module: Module, owner: ClassInfo) -> bool:

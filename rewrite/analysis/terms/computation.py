@@ -40,6 +40,8 @@ PARTS = ("chunk", "split", "unbind", "split_with_sizes", "tensor_split")
 """What gives back several tensors, as many as the names that they are unpacked into."""
 MAX_SIZE = 4000
 """Inlining repeats terms; a body of more nodes than this is no fused operator's."""
+SHAPED = ("reshape", "view")
+"""What may be given the sizes of a tensor as a starred argument."""
 GATHERED = "keywords"
 """The operation of a mapping whose items are known: one `keyword` for each."""
 
@@ -187,8 +189,18 @@ class Run:
                 if isinstance(element, cst.StarredElement):
                     raise NotComputable("a starred target")
                 self.bind(element.value, make("index", value, constant(index)), environment)
+        elif isinstance(target, cst.Subscript) and isinstance(target.value, cst.Name):
+            self.write(target.value.value, target, value, environment)
         else:
             raise NotComputable("an assignment to an attribute or item")
+
+    def write(self, name: str, target: cst.Subscript, value: Term, environment: Bindings) -> None:
+        """Write a part of a local that was made to be written: one that no other local holds, too."""
+        held = environment.get(name)
+        if held is None or held.op not in ("empty_like", "written") or [*environment.values()].count(held) > 1:
+            raise NotComputable("an assignment to an attribute or item")
+        items = [self.slice(element.slice, environment) for element in target.slice]
+        environment[name] = Term("written", (held, value, *items))
 
     def expression(self, node: cst.BaseExpression, environment: Bindings) -> Term:
         """Return the term of an expression."""
@@ -269,6 +281,10 @@ class Run:
 
     def element(self, node: cst.Arg | cst.BaseElement, environment: Bindings) -> Term:
         """Return the term of an argument or of an element of a tuple."""
+        if isinstance(node, cst.Arg) and node.star == "*" and _takes_sizes(self.module.parent(node)):
+            sizes = self.expression(node.value, environment)
+            if "shape" in (sizes.op, *(part.op for part in sizes.args[:1])):
+                return Term("star", (sizes,))
         if isinstance(node, cst.StarredElement) or (isinstance(node, cst.Arg) and node.star):
             raise NotComputable("a starred element")
         return self.expression(node.value, environment)
@@ -327,7 +343,7 @@ class Run:
         if self.depth == 0:
             raise NotComputable("helpers nested too deeply")
         params = [*helper.params.posonly_params, *helper.params.params]
-        if len(plain) > len(params):
+        if len(plain) > len(params) or any(argument.op == "star" for argument in plain):
             raise NotComputable("a helper with variable arguments")
         given = {param.name.value: value for param, value in zip(params, plain, strict=False)} | dict(keywords)
         named = {param.name.value for param in (*params, *helper.params.kwonly_params)}
@@ -446,6 +462,10 @@ def _turns_of(small: cst.Assign) -> tuple[cst.BaseSimpleComp, int] | None:
     plain = not any(isinstance(element, cst.StarredElement) for element in names.elements)
     plain = plain and not any(isinstance(node, cst.NamedExpr) for node in walk(value))  # which outlives it
     return (value, len(names.elements)) if one and plain and len(small.targets) == 1 else None
+
+
+def _takes_sizes(call: cst.CSTNode) -> bool:
+    return isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and call.func.attr.value in SHAPED
 
 
 def _is_static(method: cst.FunctionDef) -> bool:
