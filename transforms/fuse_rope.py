@@ -64,7 +64,7 @@ class FuseRope(Transform):
         turning = [
             (where, function, owner)
             for where, function, owner in _functions(module)
-            if module.references.get(function.name.value, 0) > 0 and looks_turning(function, module, owner)
+            if _is_called(function, module) and looks_turning(function, module, owner)
         ]
         for where, function, _ in turning:
             callers = [(other, owner) for _, other, owner in turning if _mentions(other, function)]
@@ -144,6 +144,11 @@ def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef, ClassInfo
         for node in walk(function.body):
             if isinstance(node, cst.FunctionDef):
                 yield f"{where}.{node.name.value}", node, None
+
+
+def _is_called(function: cst.FunctionDef, module: Module) -> bool:
+    """Whether the file has the name of a function elsewhere, or torch calls it."""
+    return function.name.value in ("forward", "__call__") or module.references.get(function.name.value, 0) > 0
 
 
 def _around(function: cst.FunctionDef, module: Module) -> str | None:

@@ -8,6 +8,7 @@ the operator's forms.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -17,7 +18,7 @@ from rewrite.analysis.effects.scope import Scope
 from rewrite.analysis.patterns.halves import PAIRS, in_chunks
 from rewrite.analysis.patterns.rope import Choice, Rotation, Turning, turning
 from rewrite.analysis.terms.computation import MAX_DEPTH, Bindings, NotComputable, Run
-from rewrite.analysis.terms.spelling import Term
+from rewrite.analysis.terms.spelling import NONE, Term
 from rewrite.analysis.tree.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.tree.nodes import expression, names_bound_by, parameters, replace_nodes
 from rewrite.analysis.tree.replacement import is_docstring
@@ -124,7 +125,7 @@ class _Split:
                 self.made |= _bound(statement) if reads else set()
             elif _assigns(statement) and not _bound(statement) & self.made:
                 self.kept[id(statement)] = self._reading(statement, asked)
-                self.environment |= {name: Term("parameter", (), name) for name in _bound(statement)}
+                self.environment |= self._bound_by(statement, run)
             else:
                 return None
         if not self._keep_needed() or not self._may_come_first(statements):
@@ -153,6 +154,14 @@ class _Split:
         kept = replace_nodes(statement, views) if views else statement
         assert isinstance(kept, cst.BaseStatement)
         return kept
+
+    def _bound_by(self, statement: cst.BaseStatement, run: Run) -> Bindings:
+        """Return what is known of the names that a statement binds which stays: which sizes of what is turned."""
+        after = dict(self.environment)
+        with suppress(NotComputable):
+            run.block([statement], after)
+        held = {name: after.get(name, NONE) for name in _bound(statement)}
+        return {name: term if _is_size(term) else Term("parameter", (), name) for name, term in held.items()}
 
     def _if_readable(self, statement: cst.BaseStatement, asked: Sequence[cst.Name]) -> cst.BaseStatement | None:
         try:
@@ -190,6 +199,13 @@ class _Split:
             if effect.writes or effect.stores or effect.draws or effect.anything or earlier & _bound(statement):
                 return False
         return True
+
+
+def _is_size(term: Term) -> bool:
+    """Whether a term is a size of something, or made from some."""
+    if term.op == "shape":
+        return True
+    return term.op in ("index", "floordiv", "mul", "add") and all(a.op == "constant" or _is_size(a) for a in term.args)
 
 
 def _places(statement: cst.CSTNode, names: Container[str], module: Module) -> Iterator[cst.Name]:
@@ -256,7 +272,11 @@ _PARTED = ".unflatten(-1, (-1, 2))"
 
 
 def _names(statement: cst.BaseStatement) -> set[str]:
-    return {node.value for node in walk(statement) if isinstance(node, cst.Name)}
+    """Return the names that stand in a statement, attributes and keywords left out."""
+    nodes = list(walk(statement))
+    other = {id(node.attr) for node in nodes if isinstance(node, cst.Attribute)}
+    other |= {id(node.keyword) for node in nodes if isinstance(node, cst.Arg) and node.keyword is not None}
+    return {node.value for node in nodes if isinstance(node, cst.Name) and id(node) not in other}
 
 
 def _bound(statement: cst.BaseStatement) -> set[str]:
@@ -267,11 +287,15 @@ def _is_simple(statement: cst.BaseStatement) -> bool:
     return isinstance(statement, cst.SimpleStatementLine)
 
 
-def _is_guard(statement: cst.BaseStatement) -> bool:
+def _is_guard(statement: cst.CSTNode | None) -> bool:
     """Whether a statement does nothing, or raises."""
     if isinstance(statement, cst.If):
-        return statement.orelse is None and all(_raises(inner) for inner in statement.body.body)
-    return isinstance(statement, cst.SimpleStatementLine) and all(isinstance(s, cst.Assert) for s in statement.body)
+        ways = [statement.body, statement.orelse.body if isinstance(statement.orelse, cst.Else) else statement.orelse]
+        return all(way is None or _is_guard(way) for way in ways)
+    if isinstance(statement, cst.IndentedBlock):
+        return all(_is_guard(inner) for inner in statement.body)
+    lines = statement.body if isinstance(statement, cst.SimpleStatementLine) else [statement]
+    return all(isinstance(small, (cst.Assert, cst.Raise)) for small in lines)
 
 
 def _assigns(statement: cst.CSTNode) -> bool:
@@ -283,11 +307,6 @@ def _assigns(statement: cst.CSTNode) -> bool:
         return all(_assigns(inner) for inner in statement.body)
     kinds = (cst.Assign, cst.AnnAssign, cst.AugAssign)
     return isinstance(statement, cst.SimpleStatementLine) and all(isinstance(s, kinds) for s in statement.body)
-
-
-def _raises(statement: cst.CSTNode) -> bool:
-    inside = statement.body if isinstance(statement, cst.SimpleStatementLine) else [statement]
-    return all(isinstance(small, cst.Raise) for small in inside)
 
 
 def _is_return(statement: cst.BaseStatement) -> bool:
