@@ -57,14 +57,14 @@ class FuseRope(Transform):
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every function that is used and multiplies a tensor with two tables, whatever it calls them.
+        """Every function that multiplies a tensor with two tables, whatever it calls them.
 
         What a rotation is made of is no site of its own where the whole becomes one call.
         """
         turning = [
             (where, function, owner)
             for where, function, owner in _functions(module)
-            if _is_called(function, module) and looks_turning(function, module, owner)
+            if looks_turning(function, module, owner)
         ]
         for where, function, _ in turning:
             callers = [(other, owner) for _, other, owner in turning if _mentions(other, function)]
@@ -144,11 +144,6 @@ def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef, ClassInfo
         for node in walk(function.body):
             if isinstance(node, cst.FunctionDef):
                 yield f"{where}.{node.name.value}", node, None
-
-
-def _is_called(function: cst.FunctionDef, module: Module) -> bool:
-    """Whether the file has the name of a function elsewhere, or torch calls it."""
-    return function.name.value in ("forward", "__call__") or module.references.get(function.name.value, 0) > 0
 
 
 def _around(function: cst.FunctionDef, module: Module) -> str | None:
