@@ -281,13 +281,17 @@ class Run:
 
     def element(self, node: cst.Arg | cst.BaseElement, environment: Bindings) -> Term:
         """Return the term of an argument or of an element of a tuple."""
-        if isinstance(node, cst.Arg) and node.star == "*" and _takes_sizes(self.module.parent(node)):
-            sizes = self.expression(node.value, environment)
-            if "shape" in (sizes.op, *(part.op for part in sizes.args[:1])):
-                return Term("star", (sizes,))
         if isinstance(node, cst.StarredElement) or (isinstance(node, cst.Arg) and node.star):
             raise NotComputable("a starred element")
         return self.expression(node.value, environment)
+
+    def given(self, argument: cst.Arg, call: cst.Call, environment: Bindings) -> Term:
+        """Return the term of an argument of a call; the sizes of a tensor may be starred where a shape is taken."""
+        if argument.star == "*" and isinstance(call.func, cst.Attribute) and call.func.attr.value in SHAPED:
+            sizes = self.expression(argument.value, environment)
+            if "shape" in (sizes.op, *(part.op for part in sizes.args[:1])):
+                return Term("star", (sizes,))
+        return self.element(argument, environment)
 
     def starred_keywords(self, node: cst.Call, environment: Bindings) -> Bindings:
         """Return the keywords that the `**` arguments of a call stand for."""
@@ -304,7 +308,7 @@ class Run:
 
     def call(self, node: cst.Call, environment: Bindings) -> Term:
         """Return the term of a call, following helpers of the class and the file."""
-        plain = [self.element(a, environment) for a in node.args if a.keyword is None and a.star != "**"]
+        plain = [self.given(a, node, environment) for a in node.args if a.keyword is None and a.star != "**"]
         keywords = {a.keyword.value: self.expression(a.value, environment) for a in node.args if a.keyword is not None}
         if any(argument.star == "**" for argument in node.args):
             keywords |= self.starred_keywords(node, environment)
@@ -462,10 +466,6 @@ def _turns_of(small: cst.Assign) -> tuple[cst.BaseSimpleComp, int] | None:
     plain = not any(isinstance(element, cst.StarredElement) for element in names.elements)
     plain = plain and not any(isinstance(node, cst.NamedExpr) for node in walk(value))  # which outlives it
     return (value, len(names.elements)) if one and plain and len(small.targets) == 1 else None
-
-
-def _takes_sizes(call: cst.CSTNode) -> bool:
-    return isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and call.func.attr.value in SHAPED
 
 
 def _is_static(method: cst.FunctionDef) -> bool:
