@@ -11,7 +11,7 @@ import libcst as cst
 from rewrite.analysis.effects import effects_of, why_unsure
 from rewrite.analysis.patterns.prepared_tables import blocks_of, prepared
 from rewrite.analysis.patterns.rope import Choice, Rotation, Turning, other_part, same_rotation, turning
-from rewrite.analysis.patterns.turning import looks_turning
+from rewrite.analysis.patterns.turning import looks_turning, multiplies
 from rewrite.analysis.terms.computation import NotComputable, body
 from rewrite.analysis.tree.module import ClassInfo, Module, walk
 from rewrite.analysis.tree.nodes import local_names, names_bound_by, parameters
@@ -64,7 +64,7 @@ class FuseRope(Transform):
         turning = [
             (where, function, owner)
             for where, function, owner in _functions(module)
-            if looks_turning(function, module, owner)
+            if looks_turning(function, module, owner) and self._is_site(function, owner, module)
         ]
         for where, function, _ in turning:
             callers = [(other, owner) for _, other, owner in turning if _mentions(other, function)]
@@ -76,14 +76,28 @@ class FuseRope(Transform):
         function, owner = next((f, owner) for _, f, owner in _functions(module) if f is candidate.node)
         return self._read(function, owner, module)
 
+    def _is_site(self, function: cst.FunctionDef, owner: ClassInfo | None, module: Module) -> bool:
+        """Whether the file calls a function, or other files may that find a rotation in it.
+
+        What nothing calls any more once rotations are calls was a part of one.
+        """
+        if module.references.get(function.name.value, 0) > 0:
+            return True
+        if any(module.references.get(name) for name in ("rotary", "rotary_single")):
+            return False
+        return multiplies(function) and isinstance(self._read(function, owner, module), Found)
+
     def _read(self, function: cst.FunctionDef, owner: ClassInfo | None, module: Module) -> Found | Skip:
         if (compiled := _compiled(function, module)) is not None:
             return Skip("rebound", f"`{compiled}` compiles the source of the function")
         if unsure := why_unsure(effects_of(module), function, owner):
             return Skip("rebound", unsure)
+        helpers = [h for name, h in module.functions.items() if _mentions(function, h)]
+        if (decorated := next((h for h in helpers if h.decorators), None)) is not None:
+            return Skip("rebound", f"{decorated.name.value} is decorated by `{module.code(decorated.decorators[0])}`")
         if (local := _around(function, module)) is not None:
             return Skip("rebound", f"`{local}` is a local of the function around it")
-        if (listed := _listed(function, module)) is not None:
+        if (listed := next(filter(None, (_listed(f, module) for f in (function, *helpers))), None)) is not None:
             return Skip("other_computation", f"a list where `rotary` gives a tuple: {listed}")
         found = self._whole(function, owner, module)
         scope = effects_of(module, plain_containers=True).scope(function, owner)

@@ -34,8 +34,8 @@ def looks_turning(function: cst.FunctionDef, module: Module, owner: ClassInfo | 
     numbers = _numbers(function)
     params = [name for name in parameters(function) if name != "self" and name not in numbers]
     called = set(_called(function, module, owner))
-    multiplies = any(True for _ in _products(function.body)) or bool(called & {*module.functions})
-    if len(params) >= 3 and multiplies and all(any(p in name for name in params) for p in ("cos", "sin")):
+    may_multiply = multiplies(function) or bool(called & {*module.functions})
+    if len(params) >= 3 and may_multiply and all(any(p in name for name in params) for p in ("cos", "sin")):
         return True
     products = list(_by_parameters(function, params))
     if called & {*_REARRANGING, "empty_like"} and _adds(function.body) and any(_by_waves(p, products) for p in params):
@@ -45,6 +45,11 @@ def looks_turning(function: cst.FunctionDef, module: Module, owner: ClassInfo | 
     if len(params) < 2 or not called & _REARRANGING or called & _OF_OTHERS or not _adds(function.body):
         return False
     return any(_has_two_tables(tensor, products) for tensor in params)
+
+
+def multiplies(function: cst.FunctionDef) -> bool:
+    """Whether a function multiplies itself, and does not leave that to others."""
+    return any(True for _ in _products(function.body))
 
 
 def _is_turned(value: cst.BaseExpression | None) -> bool:
