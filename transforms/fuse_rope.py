@@ -30,21 +30,24 @@ class FuseRope(Transform):
         PyTorch runs the two rotations as ten kernels that read and write queries and keys several times.
 
     What it needs:
-        A function or method that returns `x * cos + rotate(x) * sin` for one or two tensors, with the tables
-        unsqueezed at one dimension, or as they come. Both functions of the pair are compared by what they compute:
-        halves (Llama; slices from either end, `chunk`, `split`, `unflatten`), neighbours (Cohere, GLM, GPT-J),
-        neighbours written apart (DeepSeek-V3), tables of one column a pair (gpt-oss), a rotated first part (GPT-NeoX),
-        in the tensors' dtype, in fp32, or rounded back to it. Statements in front that test the arguments, or that
-        gather, cut, reshape or unpack the tables, stay as they are. A rotation by the negative angle is one with
-        `-sin`, which is the same to the last bit.
+        A function or method, also one inside another, that returns `x * cos + rotate(x) * sin` for one or two tensors,
+        with the tables unsqueezed at one dimension, or as they come. It is compared by what it computes: halves
+        (Llama; slices from either end, `chunk`, `split`, `unflatten`), neighbours (Cohere, GLM, GPT-J; also stacked,
+        written into an empty tensor, or as complex numbers), neighbours written apart (DeepSeek-V3), tables of one
+        column a pair (gpt-oss), a rotated first part (GPT-NeoX), in the tensors' dtype, in fp32, or rounded back to
+        it. Statements in front that test the arguments, or that make, gather, cut or reshape the tables, stay as they
+        are; where they ask the shape of a part of the tensor, they ask a view of it. Of a test that chooses between
+        rotations each way becomes a call. A rotation by the negative angle is one with `-sin`, which is the same to
+        the last bit.
 
     Numerics:
         Products and sum are rounded where the original rounds them; in fp32 a product and the sum may be one
         operation.
 
     Known limits:
-        Complex tables and rotated last parts stay. Where torch would broadcast queries, keys or tables to another
-        shape, the products run one by one; so they do for tables that come with more than one head.
+        Rotated last parts stay, and so does what a function of another file computes. Where torch would broadcast
+        queries, keys or tables to another shape, the products run one by one; so they do for tables that come with
+        more than one head.
     """
 
     name = "fuse_rope"
@@ -100,22 +103,23 @@ class FuseRope(Transform):
         if (listed := next(filter(None, (_listed(f, module) for f in (function, *helpers))), None)) is not None:
             return Skip("other_computation", f"a list where `rotary` gives a tuple: {listed}")
         found = self._whole(function, owner, module)
-        scope = effects_of(module, plain_containers=True).scope(function, owner)
-        indent = module.indentation(function)
         if not isinstance(found, Skip):
-            edits, uses = (
-                [Edit(function, (returning(function, *_statements(found, module, indent + 4)),))],
-                _uses(found),
-            )
-        else:
-            edits, uses = [], set()
-            for block in blocks_of(function, owner, module):
-                behind = None if any(_holds(edit.old, block.node) for edit in edits) else prepared(block, scope)
-                if behind is not None:
-                    new = _statements(behind.turning, module, module.indentation(block.node) + 4)
-                    edits.append(Edit(block.node, (ending(block.node, new, behind.kept),)))
-                    uses |= _uses(behind.turning)
-        return Found(tuple(edits), tuple(sorted(uses))) if edits else found
+            new = returning(function, *_statements(found, module, module.indentation(function) + 4))
+            return Found((Edit(function, (new,)),), tuple(sorted(_uses(found))))
+        return self._in_blocks(function, owner, module) or found
+
+    def _in_blocks(self, function: cst.FunctionDef, owner: ClassInfo | None, module: Module) -> Found | None:
+        """Return the rotations that blocks of a function end with, what stands in front of them left as it is."""
+        scope = effects_of(module, plain_containers=True).scope(function, owner)
+        edits: list[Edit] = []
+        uses = set[str]()
+        for block in blocks_of(function, owner, module):
+            behind = None if any(_holds(edit.old, block.node) for edit in edits) else prepared(block, scope)
+            if behind is not None:
+                new = _statements(behind.turning, module, module.indentation(block.node) + 4)
+                edits.append(Edit(block.node, (ending(block.node, new, behind.kept),)))
+                uses |= _uses(behind.turning)
+        return Found(tuple(edits), tuple(sorted(uses))) if edits else None
 
     def _whole(self, function: cst.FunctionDef, owner: ClassInfo | None, module: Module) -> Turning | Skip:
         """Return what the whole function turns, or why that is not known."""
@@ -151,6 +155,7 @@ def _uses(found: Turning) -> set[str]:
 
 def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef, ClassInfo | None]]:
     """Yield functions and methods of the file, and the functions that they define."""
+    whole: list[tuple[str, cst.FunctionDef, ClassInfo | None]]
     whole = [(name, function, None) for name, function in module.functions.items()]
     whole += [(f"{owner.name}.{name}", method, owner) for owner, name, method in module.methods()]
     for where, function, owner in whole:

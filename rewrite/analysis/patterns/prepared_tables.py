@@ -252,7 +252,7 @@ def _parameter(call: cst.Call, argument: cst.Arg, helper: cst.FunctionDef) -> st
 def _asks_dtype(node: cst.Name, module: Module) -> bool:
     """Whether more than a shape may be asked for: the view has another dtype."""
     above = module.parent(node)
-    return isinstance(above, cst.Attribute) and above.attr.value in ("dtype", "device", "is_cuda")
+    return isinstance(above, cst.Attribute) and above.attr.value == "dtype"
 
 
 def _view(term: Term) -> str | None:

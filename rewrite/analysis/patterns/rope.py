@@ -9,9 +9,9 @@ from itertools import product
 from typing import TypeAlias
 
 from rewrite.analysis.patterns.halves import in_chunks
+from rewrite.analysis.terms.as_source import source_of
 from rewrite.analysis.terms.computation import Bindings, Pattern, subterms, unify
 from rewrite.analysis.terms.spelling import Term, make
-from rewrite.analysis.terms.term_source import source_of
 
 _ROTATE = {
     "half": """
