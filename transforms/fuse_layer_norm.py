@@ -67,6 +67,10 @@ class FuseLayerNorm(Transform):
         return Found((Edit(place.function, (new,)),), ("layer_norm",))
 
 
+_TORCHS = ("forward", "nn.functional.layer_norm")
+"""What a class made from `nn.LayerNorm` calls to normalise."""
+
+
 def _places(module: Module) -> list[Place]:
     """Return the written norms, and the classes made from torch's that cast around it."""
     written = [place for place in norm_places(module) if place.centered]
@@ -75,6 +79,7 @@ def _places(module: Module) -> list[Place]:
         forward = info.methods.get("forward")
         if info.bases == ("torch.nn.LayerNorm",) and forward is not None and id(forward) not in seen:
             term = computed(info, module)
-            if isinstance(term, Term) and any(inner.op == "cast" for inner in subterms(term)):
+            called = (t for t in subterms(term) if t.op in _TORCHS) if isinstance(term, Term) else ()
+            if any(inner.op == "cast" for call in called for inner in subterms(call)):
                 written.append(Place(f"{info.name}.forward", forward, info, centered=True))
     return written
