@@ -128,13 +128,14 @@ def layer_norm(
         weight: `[H]`, or `[G, H]` and more where N ends in G (Cohere's norm of each head), or None.
         bias: shaped as the weight, or None.
         eps: added to the variance, in fp32.
-        normalized_shape: of torch's LayerNorm, which is called with the input in fp32 where the kernel is not.
+        normalized_shape: of torch's LayerNorm, which is called with all in fp32 where the kernel is not.
 
     Returns:
         `[N, H]` in the input's dtype, laid out as the torch form lays it out. Differentiable, by a kernel
         (`layer_norm_backward`) or in the torch form, which runs where eps is no number, too.
     """
     if normalized_shape is not None and not _is_kernels(hidden_states, weight, bias, normalized_shape):
+        weight, bias = (None if parameter is None else parameter.float() for parameter in (weight, bias))
         return F.layer_norm(hidden_states.float(), normalized_shape, weight, bias, eps).to(hidden_states.dtype)
     if isinstance(eps, torch.Tensor):
         backend.count_fallback("layer_norm", "eps_is_a_tensor")
@@ -158,8 +159,6 @@ def _is_kernels(
     """Return whether one kernel takes the place of torch's and of the casts around it."""
     if backend.composes() or hidden_states.dtype not in (torch.float16, torch.bfloat16):
         return False  # in fp32 there is nothing to cast
-    if any(parameter is not None and parameter.dtype != torch.float32 for parameter in (weight, bias)):
-        return False
     last = len(shape) == 1 and shape[0] == hidden_states.shape[-1] and row_tiles.order(hidden_states) == ()
     return last and not backend.wants_gradient(hidden_states, weight, bias) and backend.uses_triton(hidden_states)
 

@@ -88,6 +88,8 @@ LAYER_NORMS_OF_TORCH = tuple(
     for normed in (
         "super().forward(x.float())",
         "torch.nn.functional.layer_norm(x.float(), self.SHAPE, self.WEIGHT, self.BIAS, self.EPS)",
+        "torch.nn.functional.layer_norm(x.float(), self.SHAPE, None if self.WEIGHT is None else self.WEIGHT.float(),"
+        " None if self.BIAS is None else self.BIAS.float(), self.EPS)",
     )
 )
 """What a class made from `nn.LayerNorm` computes in fp32, whatever dtype it is given."""
