@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from rewrite.analysis.patterns.mean_squares import norm_places
+from rewrite.analysis.patterns.mean_squares import Place, norm_places
 from rewrite.analysis.patterns.norm_patterns import NotProven, computed, layer_norm_call, said
-from rewrite.analysis.terms.computation import NotComputable
+from rewrite.analysis.terms.computation import NotComputable, subterms
+from rewrite.analysis.terms.spelling import Term
 from rewrite.analysis.tree.module import Module
 from rewrite.analysis.tree.replacement import call_statement, returning
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
@@ -25,7 +26,8 @@ class FuseLayerNorm(Transform):
 
     What it needs:
         A `forward` that computes `(x - mean) * rsqrt(mean((x - mean)²) + eps)` in fp32 over the last dimension, times
-        the weight in fp32, with or without a bias in fp32, then one rounding (the Cohere models).
+        the weight in fp32, with or without a bias in fp32, then one rounding (the Cohere models). Or a class made from
+        `nn.LayerNorm` that casts its input to fp32, calls torch's and casts back (Whisper's own code).
 
     Numerics:
         The order of roundings is kept; the sums are taken in the kernel's order.
@@ -46,11 +48,11 @@ class FuseLayerNorm(Transform):
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
         """Every function that divides differences from a mean by the root of the mean of their squares."""
-        return [Candidate(place.function, place.where) for place in norm_places(module) if place.centered]
+        return [Candidate(place.function, place.where) for place in _places(module)]
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
         """Compare the body with the operator's."""
-        place = next(place for place in norm_places(module) if place.function is candidate.node)
+        place = next(place for place in _places(module) if place.function is candidate.node)
         if place.owner is None or not place.is_forward:
             return Skip("no_module")
         term = computed(place.owner, module)
@@ -63,3 +65,21 @@ class FuseLayerNorm(Transform):
             return Skip("not_proven", call.what)
         new = returning(place.function, call_statement("return ", call.function, call.given, module))
         return Found((Edit(place.function, (new,)),), ("layer_norm",))
+
+
+_TORCHS = ("forward", "nn.functional.layer_norm")
+"""What a class made from `nn.LayerNorm` calls to normalise."""
+
+
+def _places(module: Module) -> list[Place]:
+    """Return the written norms, and the classes made from torch's that cast around it."""
+    written = [place for place in norm_places(module) if place.centered]
+    seen = {id(place.function) for place in written}
+    for info in module.classes.values():
+        forward = info.methods.get("forward")
+        if info.bases == ("torch.nn.LayerNorm",) and forward is not None and id(forward) not in seen:
+            term = computed(info, module)
+            called = (t for t in subterms(term) if t.op in _TORCHS) if isinstance(term, Term) else ()
+            if any(inner.op == "cast" for call in called for inner in subterms(call)):
+                written.append(Place(f"{info.name}.forward", forward, info, centered=True))
+    return written

@@ -63,12 +63,14 @@ class Job:
     """What verifies, if not this process."""
     commits: bool = False
     """Commit the original and then the package."""
+    explains: bool = False
+    """Say what a change of the file would gain, and write nothing."""
 
 
 HEADINGS = {
     "Which transforms": ("only", "skip", "with"),
     "Which model": ("transformers", "revision", "trust-remote-code"),
-    "What is written": ("out", "dry-run", "commit", "force"),
+    "What is written": ("out", "dry-run", "explain-missing", "commit", "force"),
     "Verification": ("verify", "quick", "device", "dtype", "weights", "seed", "bisect"),
     "What is said": ("diff", "json", "quiet"),
 }
@@ -133,6 +135,12 @@ class MainCommand(Command):
 @click.option(
     "--dry-run", is_flag=True, help="Write nothing, show the changes; in a pipe as a patch that git applies."
 )
+@click.option(
+    "--explain-missing",
+    "explains",
+    is_flag=True,
+    help="Write nothing, say which change of the file would gain what.",
+)
 @diff_option(None, "Show the changes instead of their statistics.")
 @verification_options
 @bisect_option
@@ -172,6 +180,7 @@ def _job(
 ) -> Job:
     from rewrite.delivery.verification import Request
 
+    dry_run = dry_run or rest["explains"]
     if not model.strip():
         raise click.UsageError("MODEL is empty: name a model (`rewrite models` lists the types)")
     if rest["commits"] and dry_run:
@@ -184,7 +193,7 @@ def _job(
                 "--device, --dtype, --weights, --seed and --quick are for the verification: drop --no-verify"
             )
         verify = True  # what is typed goes before what a file says
-    if str(json_path) == OUTPUT or (quiet and not is_typed("diff_style")):
+    if rest["explains"] or str(json_path) == OUTPUT or (quiet and not is_typed("diff_style")):
         diff_style = "none"
     elif diff_style is None:
         diff_style = "unified" if dry_run and not sys.stdout.isatty() else "stat"
@@ -257,6 +266,7 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
     from rewrite.codemod.build import require_sites, tried
     from rewrite.delivery import json_report, summary
     from rewrite.delivery.delivery import Delivery, deliver
+    from rewrite.delivery.missing import of_missing, show_missing
     from rewrite.package import original
     from rewrite.package.assemble import assemble
     from rewrite.package.lock import Options
@@ -264,6 +274,11 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
     summary.show_source(screen, source)
     with screen.working(f"rewriting {source.path.name}"):
         built = tried(source, transforms)
+    if job.explains:
+        show_missing(screen, built, transforms)
+        report = {**json_report.of_build(built), "written": False, "missing": of_missing(built, transforms)}
+        json_report.write(job.json_path, "apply", report)
+        return 0
     if not built.rewritten.sites:
         json_report.write(job.json_path, "apply", {**json_report.of_build(built), "written": False})
     require_sites(built)

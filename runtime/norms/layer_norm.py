@@ -9,9 +9,11 @@ N is any leading shape, H the hidden size, G the rows of an N-D weight, `x32` th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..aiter import aiter_norms
 from ..core import backend, lazy_hooks
@@ -113,7 +115,11 @@ if backend.triton_installed():
 
 
 def layer_norm(
-    hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    normalized_shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Normalise each row of `hidden_states` to mean 0 and variance 1, computing in fp32.
 
@@ -122,11 +128,15 @@ def layer_norm(
         weight: `[H]`, or `[G, H]` and more where N ends in G (Cohere's norm of each head), or None.
         bias: shaped as the weight, or None.
         eps: added to the variance, in fp32.
+        normalized_shape: of torch's LayerNorm, which is called with all in fp32 where the kernel is not.
 
     Returns:
         `[N, H]` in the input's dtype, laid out as the torch form lays it out. Differentiable, by a kernel
         (`layer_norm_backward`) or in the torch form, which runs where eps is no number, too.
     """
+    if normalized_shape is not None and not _is_kernels(hidden_states, weight, bias, normalized_shape):
+        weight, bias = (None if parameter is None else parameter.float() for parameter in (weight, bias))
+        return F.layer_norm(hidden_states.float(), normalized_shape, weight, bias, eps).to(hidden_states.dtype)
     if isinstance(eps, torch.Tensor):
         backend.count_fallback("layer_norm", "eps_is_a_tensor")
         return _reference(hidden_states, weight, bias, eps)
@@ -141,6 +151,16 @@ def layer_norm(
         return _reference(hidden_states, weight, bias, eps)
     deferred = lazy_hooks.layer_norm(hidden_states, weight, bias, eps)
     return _op(hidden_states, weight, bias, eps) if deferred is None else deferred
+
+
+def _is_kernels(
+    hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, shape: Sequence[int]
+) -> bool:
+    """Return whether one kernel takes the place of torch's and of the casts around it."""
+    if backend.composes() or hidden_states.dtype not in (torch.float16, torch.bfloat16):
+        return False  # in fp32 there is nothing to cast
+    last = len(shape) == 1 and shape[0] == hidden_states.shape[-1] and row_tiles.order(hidden_states) == ()
+    return last and not backend.wants_gradient(hidden_states, weight, bias) and backend.uses_triton(hidden_states)
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -57,11 +57,14 @@ class Form(NamedTuple):
     in_fp32: bool
     keep_dtype: bool
     partial: bool
+    stacked: bool = False
+    as_given: bool = False
 
     @property
     def joins(self) -> bool:
         """Whether the original joins parts to its result, which then lies in the order of its dimensions."""
-        return self.partial or self.deinterleave or (self.half_table and not self.interleaved)
+        beside = self.half_table and not self.interleaved and not self.as_given
+        return self.partial or self.deinterleave or self.stacked or beside
 
 
 class RotaryForm(NamedTuple):
@@ -87,7 +90,7 @@ def rotary(
     q: torch.Tensor,
     k: torch.Tensor,
     cos: torch.Tensor,
-    sin: torch.Tensor,
+    sin: torch.Tensor | None,
     unsqueeze_dim: int | None = 1,
     *,
     interleaved: bool = False,
@@ -96,6 +99,9 @@ def rotary(
     in_fp32: bool = False,
     keep_dtype: bool = False,
     partial: bool = False,
+    stacked: bool = False,
+    as_given: bool = False,
+    flatten_from: int | None = -2,
     chunked: bool = False,
     to_query_dtype: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +111,7 @@ def rotary(
         q: `[B, H, S, D]` (`unsqueeze_dim=1`) or `[B, S, H, D]` (2 or -2); also without B. Any strides.
         k: `[B, Hk, S, D]` or `[B, S, Hk, D]`, likewise.
         cos: `[B or 1, S, D]`, with `partial` `[B or 1, S, R]`. Without B as q.
-        sin: as `cos`.
+        sin: as `cos`. None: `cos` has complex numbers, `cos + i sin`.
         unsqueeze_dim: where the tables get their head dimension. None: they are broadcast as they come, as
             `[B or 1, 1, S, D]` and `[S, D]` for heads before tokens, `[B or 1, S, 1, D]` and `[S, 1, D]` else.
         interleaved: pairs are neighbouring columns, not columns R/2 apart.
@@ -114,6 +120,9 @@ def rotary(
         in_fp32: compute in fp32 and round once, to the dtypes of `q` and `k`.
         keep_dtype: round the result to the dtypes of `q` and `k`, where torch would promote to that of `cos`.
         partial: R < D rotates the first R columns and passes the rest.
+        stacked: with `interleaved`, the pairs were stacked to a new tensor.
+        as_given: with `half_table`, both halves were written into a tensor that lies as the given one.
+        flatten_from: with `interleaved`, from which dimension on the pairs were flattened; None: to the shape of `q`.
         chunked: halves are those of `torch.chunk`, of which the first is the longer one where columns are odd.
         to_query_dtype: round both to the dtype of `q`.
 
@@ -122,14 +131,28 @@ def rotary(
         transposed views, or those of a new tensor where it joins parts. Differentiable in q and k, by the kernel or in
         the torch form, which runs where torch would broadcast one of the tensors to another shape, too.
     """
-    form = Form(unsqueeze_dim or 0, interleaved, half_table, deinterleave, in_fp32, keep_dtype, partial)
+    form = Form(
+        unsqueeze_dim or 0,
+        interleaved,
+        half_table,
+        deinterleave,
+        in_fp32,
+        keep_dtype,
+        partial,
+        stacked,
+        as_given,
+    )
+    cos, sin = _real(cos) if sin is None else (cos, sin)
     if q is INPUT:
         return None if to_query_dtype else RotaryForm(form, chunked, cos, sin)  # type: ignore[return-value]
     if unsqueeze_dim is None:
         placed = _placed(cos, sin, q, k)
         if placed is None:
             backend.count_fallback("rotary", "broadcast")
-            return _rotated(q, cos, sin, form, chunked=chunked), _rotated(k, cos, sin, form, chunked=chunked)
+            q_turned, k_turned = (
+                _rotated(x, cos, sin, form, chunked=chunked, flatten_from=flatten_from) for x in (q, k)
+            )
+            return q_turned, k_turned
         axis, cos, sin = placed
         form = form._replace(unsqueeze_dim=axis)
     reason = _broadcasts(q, cos, sin, form) or _broadcasts(k, cos, sin, form)
@@ -153,7 +176,7 @@ def rotary(
 def rotary_single(
     x: torch.Tensor,
     cos: torch.Tensor,
-    sin: torch.Tensor,
+    sin: torch.Tensor | None,
     unsqueeze_dim: int | None = 1,
     *,
     interleaved: bool = False,
@@ -162,15 +185,29 @@ def rotary_single(
     in_fp32: bool = False,
     keep_dtype: bool = False,
     partial: bool = False,
+    stacked: bool = False,
+    as_given: bool = False,
+    flatten_from: int | None = -2,
     chunked: bool = False,
 ) -> torch.Tensor:
     """Rotate one tensor, for files that call the embedding once for queries and once for keys; see `rotary`."""
-    form = Form(unsqueeze_dim or 0, interleaved, half_table, deinterleave, in_fp32, keep_dtype, partial)
+    form = Form(
+        unsqueeze_dim or 0,
+        interleaved,
+        half_table,
+        deinterleave,
+        in_fp32,
+        keep_dtype,
+        partial,
+        stacked,
+        as_given,
+    )
+    cos, sin = _real(cos) if sin is None else (cos, sin)
     if unsqueeze_dim is None:
         placed = _placed(cos, sin, x)
         if placed is None:
             backend.count_fallback("rotary", "broadcast")
-            return _rotated(x, cos, sin, form, chunked=chunked)
+            return _rotated(x, cos, sin, form, chunked=chunked, flatten_from=flatten_from)
         axis, cos, sin = placed
         form = form._replace(unsqueeze_dim=axis)
     reason = _broadcasts(x, cos, sin, form)
@@ -213,6 +250,11 @@ class _Rotary(torch.autograd.Function):
         back = ctx.form._replace(in_fp32=True, keep_dtype=True)
         turned = _launch(_dense(of_q), _dense(of_k), cos, sin, back, inverse=True)
         return (*(x.to(ctx.dtype) for x in turned), None, None, None)
+
+
+def _real(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of a table of complex numbers; real numbers are complex ones without a sine."""
+    return (table.real, table.imag) if table.is_complex() else (table, torch.zeros_like(table))
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -290,6 +332,7 @@ def _rotated(
     dtype: torch.dtype | None = None,
     *,
     chunked: bool = False,
+    flatten_from: int | None = -2,
 ) -> torch.Tensor:
     cos, sin = _of_columns(cos, x, form), _of_columns(sin, x, form)
     rotary_dim = cos.shape[-1] if form.partial else x.shape[-1]
@@ -298,17 +341,23 @@ def _rotated(
         turning = turning.float()
     if form.interleaved:
         first, second = turning[..., 0::2], turning[..., 1::2]
-        partner = torch.stack((-second, first), dim=-1).flatten(-2)
+        partner = torch.stack((-second, first), dim=-1).flatten(3 if flatten_from == 3 and not form.half_table else -2)
     else:
         middle = (rotary_dim + chunked) // 2
         first, second = turning[..., :middle], turning[..., middle:]
         partner = torch.cat((-second, first), dim=-1)
     turned = (turning * cos) + (partner * sin)
+    if flatten_from is None:
+        turned = turned.reshape(x.shape)
+    elif flatten_from == 3 and form.half_table:
+        turned = turned.unflatten(-1, (-1, 2)).flatten(3)
     if form.deinterleave:
         turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), dim=-1)
     if form.in_fp32 or form.keep_dtype:
         turned = turned.to(dtype or x.dtype)
-    return torch.cat((turned, passing), dim=-1) if form.partial else turned
+    if form.partial:
+        return torch.cat((turned, passing), dim=-1)
+    return turned.contiguous() if form.joins else turned
 
 
 def _reference(
@@ -434,7 +483,8 @@ def _fake(
 _op = backend.register(
     "rotary",
     "(Tensor q, Tensor k, Tensor cos, Tensor sin, int unsqueeze_dim, bool interleaved, bool half_table,"
-    " bool deinterleave, bool in_fp32, bool keep_dtype, bool partial) -> (Tensor, Tensor)",
+    " bool deinterleave, bool in_fp32, bool keep_dtype, bool partial, bool stacked,"
+    " bool as_given) -> (Tensor, Tensor)",
     _forward,
     _fake,
 )

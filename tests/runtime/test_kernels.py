@@ -265,13 +265,35 @@ def test_rotary(
         {"half_table": True},
         {"half_table": True, "interleaved": True},
         {"half_table": True, "interleaved": True, "deinterleave": True},
+        {"half_table": True, "interleaved": True, "stacked": True, "partial": False},
+        {"half_table": True, "as_given": True},
         {"in_fp32": True},
         {"in_fp32": True, "interleaved": True},
     ],
     ids=lambda form: "-".join(form),
 )
 def test_rotary_forms(device: torch.device, dtype: torch.dtype, form: dict[str, bool]) -> None:
-    check_rotary(rotary_inputs(device, dtype, 48, 16), **form)
+    check_rotary(rotary_inputs(device, dtype, 48, 16 if form.get("partial", True) else 24), **form)
+
+
+@dtypes
+def test_rotary_by_complex_numbers(device: torch.device, dtype: torch.dtype) -> None:
+    q, k, cos, sin = rotary_inputs(device, dtype, 48, 24)
+    form = {"interleaved": True, "half_table": True, "in_fp32": True}
+    wanted = rotary(q, k, cos.float(), sin.float(), **form)
+    table = torch.complex(cos.float(), sin.float()).unsqueeze(1)
+    for got in (rotary(q, k, table, None, None, **form), rotary(q, k, table.squeeze(1), None, **form)):
+        torch.testing.assert_close(got, wanted, rtol=0.0, atol=0.0)
+    paired = torch.view_as_complex(q.float().unflatten(-1, (-1, 2)).contiguous()) * table
+    torch.testing.assert_close(wanted[0], torch.view_as_real(paired).flatten(-2).to(dtype))
+
+
+def test_stacked_pairs_are_a_new_tensor_and_written_halves_lie_as_given(device: torch.device) -> None:
+    q, k, cos, sin = rotary_inputs(device, torch.float32, 16, 8)
+    stacked, _ = rotary(q, k, cos, sin, interleaved=True, half_table=True, stacked=True)
+    assert stacked.is_contiguous()
+    written, _ = rotary(q, k, cos, sin, half_table=True, as_given=True)
+    assert written.stride() == torch.empty_like(q).stride()
 
 
 @pytest.mark.parametrize("keep_dtype", [False, True])

@@ -39,7 +39,9 @@ class Turned:
 def complex_tables(term: Term) -> list[Term]:
     """Return the table of each product with a complex tensor that is made of pairs of columns."""
     products = (inner.args for inner in subterms(term) if inner.op == "mul" and len(inner.args) == 2)
-    return [_table(a) for args in products for a, b in (args, args[::-1]) if b.op == "view_as_complex"]
+    written = [_table(a) for args in products for a, b in (args, args[::-1]) if b.op == "view_as_complex"]
+    calls = (inner.args for inner in subterms(term) if inner.op in ("rotary", "rotary_single"))
+    return written + [_table(args[args.index(NONE) - 1]) for args in calls if NONE in args[2:4]]
 
 
 def _table(term: Term) -> Term:
@@ -74,6 +76,8 @@ def turned(term: Term) -> Turned:
         return Turned(term, None, ())
     call, number, partial = rotation
     count = 2 if call.op == "rotary" else 1
+    if call.args[count + 1] == NONE and partial is None:
+        return Turned(call.args[number], None, (_of_one_table(call, call.args[count]),))
     rest = [a for a in call.args[count + 2 :] if a.op != "keyword"]
     names = [a.value for a in call.args if a.op == "keyword" and a.value != "unsqueeze_dim"]
     dimension = rest[0] if rest else keyword(call, "unsqueeze_dim") or constant(1)
@@ -84,6 +88,18 @@ def turned(term: Term) -> Turned:
         raise NoStep("other_rotation", "one table is halved")
     way = Turning(Term(call.op, call.args[count:]), tuple(names), halves[0])
     return Turned(call.args[number], None, (way,))
+
+
+_FUSED = frozenset({"unsqueeze_dim", "interleaved", "half_table", "in_fp32", "flatten_from"})
+
+
+def _of_one_table(call: Term, table: Term) -> Turning:
+    """Read a rotation by complex numbers that is one call."""
+    names = {argument.value for argument in call.args if argument.op == "keyword"}
+    placed = keyword(call, "unsqueeze_dim") == NONE and _table(table) == POSITIONS and _unsqueezed(table)
+    if not placed or names - {"flatten_from"} != _FUSED - {"flatten_from"}:
+        raise NoStep("other_rotation", "a table of complex numbers that is placed otherwise")
+    return Turning(Term("complex"), ("interleaved", "half_table", "in_fp32"), is_complex=True)
 
 
 def _complex(term: Term) -> Turned | None:

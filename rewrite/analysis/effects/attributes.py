@@ -41,7 +41,7 @@ def attribute(owner: ClassInfo, name: str, names: Names) -> Attribute:
             names.computed[info.name] = _sets_computed(info)
         if names.computed[info.name]:
             return Attribute(values, f"{info.name} sets attributes whose names it computes")
-        if not names.means(info.name):
+        if not (names.is_one_class(info.name) if info is owner else names.means(info.name)):
             return Attribute(values, f"{info.name} is defined or changed more than once")
     if why := next((why for info in family.values() if (why := _custom(info))), ""):
         return Attribute(values, why)

@@ -42,6 +42,16 @@ class Names:
         times = self._bound[name]
         return times == 1 or (times == 0 and hasattr(builtins, name))
 
+    def is_one_class(self, name: str) -> bool:
+        """Whether one statement of the file makes the class of a name, and nothing changes it.
+
+        Who binds the name to another class besides (`try: from apex … Norm = FusedNorm`) leaves this one as it is.
+        """
+        if self._unknowable or name in self.changed:
+            return False
+        made = (node for node in walk(self.module.tree) if isinstance(node, cst.ClassDef))
+        return sum(node.name.value == name for node in made) == 1
+
     def is_bound(self, name: str) -> bool:
         """Whether the file binds a name at module level, or a function of it does with `global`."""
         return self._bound[name] > 0

@@ -43,12 +43,15 @@ class Lengths:
             return self.caches[node.value]
         return next((module.code(call.func.value) for call in walk(node) if _asks_length(call)), None)  # type: ignore[attr-defined]
 
-    def depends(self, node: cst.CSTNode) -> bool:
-        """Whether code reads a number of cached tokens, or a local that holds a sum with one."""
+    def depends(self, node: cst.CSTNode, inside: frozenset[str] = frozenset()) -> bool:
+        """Whether code reads a number of cached tokens, or a local that holds a sum with one.
+
+        What a local holds may name the local itself (`n = n + 1`): `inside` are those that are being asked about.
+        """
         for inner in walk(node):
             if isinstance(inner, cst.Name):
-                value = self.values.get(inner.value)
-                summed = isinstance(value, cst.BinaryOperation) and self.depends(value)
+                value = self.values.get(inner.value) if inner.value not in inside else None
+                summed = isinstance(value, cst.BinaryOperation) and self.depends(value, inside | {inner.value})
                 if inner.value in self.caches or summed:
                     return True
             elif _asks_length(inner):

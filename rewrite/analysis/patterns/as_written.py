@@ -27,7 +27,7 @@ def why_not_as_written(info: ClassInfo, function: cst.FunctionDef, module: Modul
     """
     effects = effects_of(module)
     names, name = effects.names, function.name.value
-    if not names.means(info.name):
+    if not names.is_one_class(info.name):
         return f"{info.name} is defined or changed more than once"
     if why := names.why_strange(info):
         return why

@@ -74,6 +74,8 @@ def grouped(repeated: Repeated) -> Found:
     line = repeated.scope.module.statement(repeated.node)
     target = held_by(repeated.node, repeated.scope)
     compact = repeated.compact
+    if reads.copied and (target is None or not isinstance(compact, cst.Name) or compact.value != target.value):
+        raise NotAnExpansion("other_use", "it is a copy of itself on a condition, under another name")
     if target is not None and isinstance(compact, cst.Name) and is_all_of(repeated.node, line):
         if compact.value == target.value or not _bound_after(compact.value, repeated):
             _unchanged(reads, repeated, Effect() if compact.value == target.value else repeated.scope.of(compact))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from rewrite.analysis.effects import effects_of
 from rewrite.analysis.patterns.as_written import is_runtime_name, why_no_parameter, why_not_as_written
 from rewrite.analysis.terms.computation import Bindings, NotComputable, Pattern, body, subterms
 from rewrite.analysis.terms.spelling import Term, constant, make
@@ -77,6 +78,22 @@ LAYER_NORMS = tuple(
 )
 """LayerNorm written out in fp32, the weight applied before the rounding."""
 
+_OF_TORCH = """
+class Norm:
+    def forward(self, x):
+        return {}.to(x.dtype)
+"""
+LAYER_NORMS_OF_TORCH = tuple(
+    Pattern(_OF_TORCH.format(normed))
+    for normed in (
+        "super().forward(x.float())",
+        "torch.nn.functional.layer_norm(x.float(), self.SHAPE, self.WEIGHT, self.BIAS, self.EPS)",
+        "torch.nn.functional.layer_norm(x.float(), self.SHAPE, None if self.WEIGHT is None else self.WEIGHT.float(),"
+        " None if self.BIAS is None else self.BIAS.float(), self.EPS)",
+    )
+)
+"""What a class made from `nn.LayerNorm` computes in fp32, whatever dtype it is given."""
+
 
 @dataclass(frozen=True)
 class NotProven:
@@ -126,6 +143,17 @@ def rms_norm_call(term: Term, info: ClassInfo, module: Module) -> NormCall | Not
 
 def layer_norm_call(term: Term, info: ClassInfo, module: Module) -> NormCall | NotProven | None:
     """Return the `layer_norm` call that computes `term`, None if it is another computation."""
+    for pattern in LAYER_NORMS_OF_TORCH if info.bases == ("torch.nn.LayerNorm",) else ():
+        if (bound := pattern.match(term)) is not None:
+            names = ("weight", "bias", "eps", "normalized_shape")
+            held = tuple(bound[name].value for name in ("WEIGHT", "BIAS", "EPS", "SHAPE") if name in bound)
+            why = why_not_as_written(info, info.methods["forward"], module)
+            why = why or next((f"self.{name} is set in the file" for name in names if name in info.assigned), "")
+            heirs = effects_of(module).names.heirs(info)
+            why = why or next((f"{heir.name} is made from it" for heir in heirs if len(heir.bases) > 1), "")
+            if held in ((), names):
+                call = NormCall("layer_norm", bound["x"].value, tuple(f"self.{name}" for name in names))
+                return NotProven(why) if why else call
     for pattern in LAYER_NORMS:
         if (bound := pattern.match(term)) is not None:
             bias = f"self.{bound['BIAS'].value}" if "BIAS" in bound else "None"

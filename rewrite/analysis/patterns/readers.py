@@ -40,6 +40,8 @@ class Reads:
     locals: list[str] = field(default_factory=list)
     again: str = ""
     """A local that holds it and is bound anew elsewhere than in a line behind, in the same block."""
+    copied: bool = False
+    """Whether a local that holds it is a copy of itself on a condition."""
     other: cst.CSTNode | None = None
     """The first reader that is none of these."""
 
@@ -104,7 +106,9 @@ class _Following:
             return
         is_first = not found.locals
         found.locals.append(target.value)
-        uses, bound = _uses_of(target, self.scope)
+        copies = _copies_of_itself(target, self.scope)
+        found.copied = found.copied or bool(copies)
+        uses, bound = _uses_of(target, self.scope, copies)
         found.again = found.again or (target.value if bound else "")
         for use in uses:
             found.names.append(use)
@@ -128,7 +132,27 @@ class _Following:
 _MOST_LOCALS = 16
 
 
-def _uses_of(target: cst.Name, scope: Scope) -> tuple[list[cst.Name], bool]:
+def _copies_of_itself(target: cst.Name, scope: Scope) -> set[int]:
+    """Return the statements `x = x.contiguous()` behind one that binds x, on a condition that stands in its block."""
+    line = scope.module.statement(target)
+    block = list(block_of(line, scope.module))
+    place = next((place for place, statement in enumerate(block) if statement is line), len(block))
+    ways = [s.body.body for s in block[place + 1 :] if isinstance(s, cst.If) and s.orelse is None]
+    lines = [inner for way in ways for inner in way if isinstance(inner, cst.SimpleStatementLine)]
+    return {id(inner) for inner in lines if _copies(inner, target.value, scope)}
+
+
+def _copies(line: cst.SimpleStatementLine, name: str, scope: Scope) -> bool:
+    small = line.body[0]
+    if len(line.body) != 1 or not isinstance(small, cst.Assign) or not isinstance(small.value, cst.Call):
+        return False
+    held = small.value.func.value if isinstance(small.value.func, cst.Attribute) else None
+    if not isinstance(held, cst.Name) or held.value != name or scope.module.code(small.targets[0].target) != name:
+        return False
+    return len(small.targets) == 1 and _moved(held, scope) == (small.value, _AS_IT_IS)
+
+
+def _uses_of(target: cst.Name, scope: Scope, copies: set[int]) -> tuple[list[cst.Name], bool]:
     """Return every place that reads a local as `target` binds it, and whether it may be bound anew before one of them.
 
     A line behind, in the same block, that binds it ends this: what it reads it still reads.
@@ -138,18 +162,19 @@ def _uses_of(target: cst.Name, scope: Scope) -> tuple[list[cst.Name], bool]:
     place = next((place for place, statement in enumerate(block) if statement is line), None)
     if place is None:
         return list(uses_after(target, scope)), True
+    apart = {id(node) for inner in walk(scope.function.body) if id(inner) in copies for node in walk(inner)}
     for end, statement in enumerate(block[place + 1 :], place + 1):
-        bound = [node for node in walk(statement) if target.value in names_bound_by(node)]
+        bound = [n for n in walk(statement) if target.value in names_bound_by(n) and id(n) not in apart]
         if bound:
             if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
                 return list(uses_after(target, scope)), True
             inside = {id(node) for other in block[place + 1 : end + 1] for node in walk(other)}
             targets = {id(node) for one in bound for node in walk(getattr(one, "target", one))}
-            uses = [use for use in uses_after(target, scope) if id(use) in inside and id(use) not in targets]
+            uses = [use for use in uses_after(target, scope) if id(use) in inside - targets - apart]
             return uses, not isinstance(statement.body[0], (cst.Assign, cst.AnnAssign))
-    uses = list(uses_after(target, scope))
+    uses = [use for use in uses_after(target, scope) if id(use) not in apart]
     order = {id(node): number for number, node in enumerate(walk(scope.function.body))}
-    own = {id(node) for node in walk(line)}
+    own = {id(node) for node in walk(line)} | apart
     later = [
         node
         for node in walk(scope.function.body)

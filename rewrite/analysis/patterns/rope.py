@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import TypeAlias
 
 from rewrite.analysis.patterns.halves import in_chunks
-from rewrite.analysis.terms.computation import Bindings, Pattern
-from rewrite.analysis.terms.spelling import Term
+from rewrite.analysis.terms.as_source import source_of
+from rewrite.analysis.terms.computation import Bindings, Pattern, subterms, unify
+from rewrite.analysis.terms.spelling import Term, make
 
 _ROTATE = {
     "half": """
@@ -28,6 +30,12 @@ def rotate(x):
     first = x[..., 0::2]
     second = x[..., 1::2]
     return torch.stack((-second, first), dim=-1).flatten(-2)
+""",
+    "interleaved_from_three": """
+def rotate(x):
+    first = x[..., 0::2]
+    second = x[..., 1::2]
+    return torch.stack((-second, first), dim=-1).flatten(3)
 """,
     "interleaved_of_four": """
 def rotate(x):
@@ -109,8 +117,8 @@ There halves are slices; files from elsewhere often have `chunk`, which parts an
 
 _ELSEWHERE = tuple(
     (rotate, turned, "bare", partial)
-    for rotate in ("half", "interleaved")
-    for turned, partial in (("plain", False), ("plain", True), ("keep", False), ("fp32", False))
+    for rotate in ("half", "interleaved", "interleaved_from_three")
+    for turned, partial in (("plain", False), ("plain", True), ("keep", False), ("fp32", False), ("fp32_after", False))
 ) + tuple(("interleaved", turned, "sliced_first", False) for turned in ("plain", "keep", "fp32"))
 """Computations of other files: their tables have a dimension for the heads already, or none for the batch, or are cut
 before they get one."""
@@ -135,6 +143,18 @@ def apply(x, cos, sin, DIM):
     first, second = {halves}
     return {result}
 """
+_WRITTEN = """
+def apply(x, cos, sin):
+    first, second = {halves}
+    out = torch.empty_like({of})
+    {parts} = {turned}
+    return out.to(x.dtype)
+"""
+_COMPLEX = """
+def apply(x, cos):
+    turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * cos
+    return torch.view_as_real(turned).{flat}.to(x.dtype)
+"""
 
 
 @dataclass(frozen=True)
@@ -148,7 +168,7 @@ class Rotation:
     """`None` where the tables are broadcast as they come."""
     other: str
     """The tensor whose dtype the result has, if that is not its own."""
-    keywords: Mapping[str, bool]
+    keywords: Mapping[str, str]
     sliced: bool
     """Whether only the first half of each table is read."""
     back: bool
@@ -159,17 +179,41 @@ class Rotation:
         """The source of the two tables."""
         suffix = "[..., : {0}.shape[-1] // 2]" if self.sliced else ""
         cos, sin = (f"{name}{suffix.format(name)}" for name in (self.cos, self.sin))
-        return [cos, f"-{sin}" if self.back else sin]
+        return [cos, f"-{sin}" if self.back and sin != "None" else sin]
 
     @property
     def options(self) -> list[str]:
         """The source of the arguments after the tables."""
         place = [] if self.unsqueeze_dim == "1" else [f"unsqueeze_dim={self.unsqueeze_dim}"]
-        return [*place, *(f"{name}=True" for name in self.keywords)]
+        return [*place, *(f"{name}={value}" for name, value in self.keywords.items())]
 
 
-def rotations(term: Term) -> list[Rotation] | None:
+@dataclass(frozen=True)
+class Choice:
+    """Rotations that a test chooses between."""
+
+    test: str
+    """Its source."""
+    yes: Turning
+    no: Turning
+
+    @property
+    def rotations(self) -> list[Rotation]:
+        """All that it may choose."""
+        ways = ([way] if isinstance(way, Choice) else way for way in (self.yes, self.no))
+        return [r for way in ways for one in way for r in (one.rotations if isinstance(one, Choice) else [one])]
+
+
+Turning: TypeAlias = "list[Rotation] | Choice"
+_MOST_TESTS = 3
+
+
+def turning(term: Term, tests: int = _MOST_TESTS) -> Turning | None:
     """Return the rotations of the tensors that `term` consists of, or None if one of them is another computation."""
+    if (test := _test_in(term)) is not None and tests:
+        text = source_of(test)
+        yes, no = (turning(_decided(term, test, way), tests - 1) for way in (True, False))
+        return Choice(text, yes, no) if text is not None and yes is not None and no is not None else None
     term = in_chunks(term)
     parts = term.args if term.op == "tuple" else (term,)
     found = [_rotation(part) for part in parts]
@@ -178,10 +222,30 @@ def rotations(term: Term) -> list[Rotation] | None:
     return [rotation for rotation in found if rotation is not None]
 
 
+def _test_in(term: Term) -> Term | None:
+    """Return the first test that a term depends on."""
+    if term.op == "select":
+        return term.args[0]
+    return next((test for inner in term.args if (test := _test_in(inner)) is not None), None)
+
+
+def _decided(term: Term, test: Term, holds: bool) -> Term:
+    """Return a term where a test is known."""
+    if term.op == "select" and term.args[0] == test:
+        return _decided(term.args[1 if holds else 2], test, holds)
+    return _rebuilt(term, [_decided(argument, test, holds) for argument in term.args])
+
+
+def _rebuilt(term: Term, inner: Sequence[Term]) -> Term:
+    if tuple(inner) == term.args:
+        return term
+    return Term(term.op, tuple(inner), term.value) if term.value else make(term.op, *inner)
+
+
 def other_part(term: Term) -> str:
     """Return the first result that is no rotation that the runtime has, shortened, for a report."""
     parts = term.args if term.op == "tuple" else (term,)
-    other = next((part for part in parts if _rotation(part) is None), term)
+    other = next((part for part in parts if turning(part) is None), term)
     return str(other)[:_SHOWN]
 
 
@@ -199,20 +263,58 @@ def same_rotation(first: Rotation, second: Rotation) -> bool:
 
 
 def _rotation(term: Term) -> Rotation | None:
-    for pattern in patterns():
-        if (bound := pattern.match(term)) is not None:
-            return _read(bound, pattern.marks)
+    if (found := _matched(term, {})) is not None:
+        return found
+    params = dict.fromkeys(inner for inner in subterms(term) if inner.op == "parameter")
+    for tensor in params:
+        tables: dict[Term, Term] = {}
+        given = _with_tables(term, tensor, tables)
+        named = {new.value: source_of(old) for old, new in tables.items()}
+        texts = {name: text for name, text in named.items() if text is not None}
+        if tables and len(texts) == len(tables) and (found := _matched(given, texts)) is not None:
+            return found if found.tensor == tensor.value and not found.sliced else None
     return None
 
 
-def _read(bound: Bindings, marks: Mapping[str, object]) -> Rotation:
+def _with_tables(term: Term, tensor: Term, tables: dict[Term, Term]) -> Term:
+    """Return a rotation whose tables are parameters, whatever they are made of; the tensor says sizes of them only."""
+    if term.op == "mul" and len(term.args) == 2:
+        for one, other in (term.args, term.args[::-1]):
+            if other.op not in ("parameter", "constant") and not _reads(other, tensor) and _reads(one, tensor):
+                table = tables.setdefault(other, Term("parameter", (), f"table {len(tables)}"))
+                return make("mul", _with_tables(one, tensor, tables), table)
+    return _rebuilt(term, [_with_tables(argument, tensor, tables) for argument in term.args])
+
+
+def _reads(term: Term, tensor: Term) -> bool:
+    """Whether a term reads the numbers of a tensor, not only their shape."""
+    return term == tensor or (term.op not in _SAID and any(_reads(inner, tensor) for inner in term.args))
+
+
+_SAID = ("shape", "dtype", "dim", ".ndim", ".device")
+
+
+def _matched(term: Term, texts: Mapping[str, str]) -> Rotation | None:
+    for pattern, marks in _canonical():
+        if (bound := next(unify(pattern, term, {}), None)) is not None:
+            return _read(bound, marks, texts)
+    return None
+
+
+@cache
+def _canonical() -> tuple[tuple[Term, Mapping[str, object]], ...]:
+    return tuple((in_chunks(pattern.term), pattern.marks) for pattern in patterns())
+
+
+def _read(bound: Bindings, marks: Mapping[str, object], texts: Mapping[str, str]) -> Rotation:
+    cos, sin = (bound[name].value if name in bound else "None" for name in ("cos", "sin"))
     return Rotation(
         tensor=bound["x"].value,
-        cos=bound["cos"].value,
-        sin=bound["sin"].value,
+        cos=texts.get(cos, cos),
+        sin=texts.get(sin, sin),
         unsqueeze_dim=bound["DIM"].value if "DIM" in bound else "None",
         other=bound["other"].value if "other" in bound else "",
-        keywords={name: True for name, given in marks.items() if given and name not in ("sliced", "back")},
+        keywords={name: str(given) for name, given in marks.items() if given and name not in ("sliced", "back")},
         sliced=bool(marks["sliced"]),
         back=bool(marks["back"]),
     )
@@ -221,13 +323,13 @@ def _read(bound: Bindings, marks: Mapping[str, object]) -> Rotation:
 @cache
 def patterns() -> tuple[Pattern, ...]:
     """Return every computation that `rotary` offers, the most frequent ones first."""
-    return (*_with_rotation(), *_by_halves())
+    return (*_with_rotation(), *_by_halves(), *_otherwise())
 
 
 def _with_rotation() -> Iterator[Pattern]:
     forms = [(_ROTATE, *form) for form in (*_MET, *_by_chunks(_MET))]
     forms += [(_ROTATE, *form) for form in (*_ELSEWHERE, *_by_chunks(_ELSEWHERE))]
-    plain = [form for form in (*_MET, *_ELSEWHERE) if form[2] in ("full", "bare") and form[1] in _ROUNDINGS]
+    plain = [f for f in (*_MET, *_ELSEWHERE) if f[0] in _BACK and f[1] in _ROUNDINGS and f[2] in ("full", "bare")]
     plain += _by_chunks(plain)
     forms += [(_BACK, *form) for form in plain]
     forms += [(_ROTATE, rotate, f"{turned}_less", table, partial) for rotate, turned, table, partial in plain]
@@ -243,6 +345,7 @@ def _with_rotation() -> Iterator[Pattern]:
         marks = {
             "interleaved": interleaved,
             "half_table": table in ("sliced", "sliced_first", "half_of_four"),
+            "flatten_from": 3 if rotate == "interleaved_from_three" else None,
             "in_fp32": in_fp32,
             "keep_dtype": turned.startswith("keep"),
             "partial": partial,
@@ -281,13 +384,41 @@ _BACKWARD = "(first * cos + second * sin, second * cos - first * sin)"
 def _by_halves() -> Iterator[Pattern]:
     form = {"interleaved": True, "half_table": True, "deinterleave": False, "sliced": False, "back": False}
     beside, woven = "torch.cat({0}, dim=-1)", "torch.stack({0}, dim=-1).flatten(-2)"
-    ways = ((_CHUNKS, beside), (_SLICES, beside), (_NEIGHBOURS, woven), (_SLICES_OF_FOUR, "torch.cat({0}, dim=3)"))
+    ways = [(halves, beside) for halves in (_CHUNKS, _SLICES, _SLICES_OF_FOUR)]
+    ways += [(_NEIGHBOURS, woven), (_SLICES_OF_FOUR, "torch.cat({0}, dim=3)")]
+    form["stacked"] = False
     for table, (turned, back) in product((_WHOLE, _BARE, _SLICED), ((_FORWARD, False), (_BACKWARD, True))):
         for halves, joined in ways:
             for (of, result), rounded in _ROUNDED.items():
                 whole = result.format(joined.format(turned))
                 source = _BY_HALVES.format(table=table, halves=halves.format(of), result=whole)
-                marks = {"interleaved": joined == woven, "back": back, "sliced": table == _SLICED}
+                stacked = joined == woven
+                marks = {"interleaved": stacked, "stacked": stacked, "back": back, "sliced": table == _SLICED}
                 yield Pattern(source, form | marks | rounded)
     apart = _BY_HALVES.format(table=_SLICED, halves=_NEIGHBOURS.format("x"), result=beside.format(_FORWARD))
     yield Pattern(apart, form | {"deinterleave": True, "sliced": True})
+
+
+def _otherwise() -> Iterator[Pattern]:
+    """Yield forms whose tables are broadcast as they come: pairs flattened otherwise, written, complex numbers."""
+    form = {"interleaved": True, "half_table": True, "sliced": False, "back": False}
+    flat = {"flatten(-2)": None, "flatten(3)": 3, "reshape(x.shape)": "None"}
+    for (turned, back), (way, start) in product(((_FORWARD, False), (_BACKWARD, True)), flat.items()):
+        for (of, result), rounded in _ROUNDED.items() if start is not None else ():
+            whole = result.format(f"torch.stack({turned}, dim=-1).{way}")
+            source = _BY_HALVES.format(table=_BARE, halves=_NEIGHBOURS.format(of), result=whole)
+            yield Pattern(source, form | rounded | {"stacked": True, "flatten_from": start, "back": back})
+    for way, start in flat.items():
+        yield Pattern(_COMPLEX.format(flat=way), form | {"in_fp32": True, "flatten_from": start})
+    for (turned, back), of in product(((_FORWARD, False), (_BACKWARD, True)), ("x", "x.float()")):
+        rounded = {"in_fp32": True} if of != "x" else {"keep_dtype": True}
+        parts = {
+            _NEIGHBOURS: "out[..., 0::2], out[..., 1::2]",
+            _SLICES: _SLICES.format("out"),
+            _CHUNKS: _SLICES.format("out"),
+        }
+        for halves, written in parts.items():
+            written = written.replace("out.shape", "x.shape")
+            source = _WRITTEN.format(halves=halves.format(of), of=of, parts=written, turned=turned)
+            marks = {"interleaved": halves == _NEIGHBOURS, "as_given": halves != _NEIGHBOURS, "back": back}
+            yield Pattern(source, form | rounded | marks)

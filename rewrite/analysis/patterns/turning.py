@@ -28,18 +28,34 @@ def looks_turning(function: cst.FunctionDef, module: Module, owner: ClassInfo | 
     """
     if owner is not None and _calls_modules(function, module, owner):
         return False
+    returned = [node.value for node in walk(function.body) if isinstance(node, cst.Return)]
+    if not any(returned) or any(_is_turned(value) for value in returned):
+        return False
     numbers = _numbers(function)
     params = [name for name in parameters(function) if name != "self" and name not in numbers]
     called = set(_called(function, module, owner))
-    multiplies = any(True for _ in _products(function.body)) or bool(called & {*module.functions})
-    if len(params) >= 3 and multiplies and all(any(p in name for name in params) for p in ("cos", "sin")):
+    may_multiply = multiplies(function) or bool(called & {*module.functions})
+    if len(params) >= 3 and may_multiply and all(any(p in name for name in params) for p in ("cos", "sin")):
         return True
     products = list(_by_parameters(function, params))
+    if called & {*_REARRANGING, "empty_like"} and _adds(function.body) and any(_by_waves(p, products) for p in params):
+        return True
     if "view_as_complex" in called:
         return len(params) >= 2 and any(one and other for one, other in products)
     if len(params) < 2 or not called & _REARRANGING or called & _OF_OTHERS or not _adds(function.body):
         return False
     return any(_has_two_tables(tensor, products) for tensor in params)
+
+
+def multiplies(function: cst.FunctionDef) -> bool:
+    """Whether a function multiplies itself, and does not leave that to others."""
+    return any(True for _ in _products(function.body))
+
+
+def _is_turned(value: cst.BaseExpression | None) -> bool:
+    """Whether what is returned is a call of the runtime's rotation, or two."""
+    each = [element.value for element in value.elements] if isinstance(value, cst.Tuple) else [value]
+    return all(isinstance(one, cst.Call) and _name(one) in ("rotary", "rotary_single") for one in each)
 
 
 def _calls_modules(function: cst.FunctionDef, module: Module, owner: ClassInfo) -> bool:
@@ -59,6 +75,14 @@ def _has_two_tables(tensor: str, products: list[tuple[_From, _From]]) -> bool:
     both = [(a, b) for one, other in products for a, b in ((one, other), (other, one))]
     tables = {b for a, b in both if tensor in map(_whole, a) and tensor not in map(_whole, b)} - {frozenset()}
     return any(one - other and other - one for one in tables for other in tables)
+
+
+def _by_waves(tensor: str, products: list[tuple[_From, _From]]) -> bool:
+    """Whether something made from a parameter is multiplied with two parts of one thing: cosine and sine are parts."""
+    both = [(a, b) for one, other in products for a, b in ((one, other), (other, one)) if tensor in map(_whole, a)]
+    tables = [b for _, b in both if tensor not in map(_whole, b) and any("[" in name for name in b)]
+    pairs = ((one, other) for one in tables for other in tables if one.isdisjoint(other))
+    return any(set(map(_whole, one)) & set(map(_whole, other)) for one, other in pairs)
 
 
 def _whole(name: str) -> str:
@@ -104,7 +128,13 @@ def _origin(node: cst.CSTNode, made: Mapping[str, _From]) -> _From:
     if isinstance(node, cst.Name):
         return made.get(node.value, frozenset())
     if isinstance(node, cst.Attribute):
+        if (own := self_attribute(node)) is not None:
+            return frozenset({f"self.{own}"})
+        if node.attr.value in ("real", "imag"):
+            return _part(_origin(node.value, made), node.attr.value)
         return frozenset() if node.attr.value in _SIZES else _origin(node.value, made)
+    if isinstance(node, cst.Call) and _name(node) in ("cos", "sin"):
+        return _part(frozenset[str]().union(*(_origin(part, made) for part in parts(node))), _name(node))
     if isinstance(node, cst.Subscript) and isinstance(node.slice[-1].slice, cst.Index):
         item = node.slice[-1].slice.value
         if isinstance(item, cst.Integer) and len(node.slice) > 1:

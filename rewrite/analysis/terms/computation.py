@@ -40,6 +40,8 @@ PARTS = ("chunk", "split", "unbind", "split_with_sizes", "tensor_split")
 """What gives back several tensors, as many as the names that they are unpacked into."""
 MAX_SIZE = 4000
 """Inlining repeats terms; a body of more nodes than this is no fused operator's."""
+SHAPED = ("reshape", "view")
+"""What may be given the sizes of a tensor as a starred argument."""
 GATHERED = "keywords"
 """The operation of a mapping whose items are known: one `keyword` for each."""
 
@@ -187,8 +189,18 @@ class Run:
                 if isinstance(element, cst.StarredElement):
                     raise NotComputable("a starred target")
                 self.bind(element.value, make("index", value, constant(index)), environment)
+        elif isinstance(target, cst.Subscript) and isinstance(target.value, cst.Name):
+            self.write(target.value.value, target, value, environment)
         else:
             raise NotComputable("an assignment to an attribute or item")
+
+    def write(self, name: str, target: cst.Subscript, value: Term, environment: Bindings) -> None:
+        """Write a part of a local that was made to be written: one that no other local holds, too."""
+        held = environment.get(name)
+        if held is None or held.op not in ("empty_like", "written") or [*environment.values()].count(held) > 1:
+            raise NotComputable("an assignment to an attribute or item")
+        items = [self.slice(element.slice, environment) for element in target.slice]
+        environment[name] = Term("written", (held, value, *items))
 
     def expression(self, node: cst.BaseExpression, environment: Bindings) -> Term:
         """Return the term of an expression."""
@@ -273,6 +285,14 @@ class Run:
             raise NotComputable("a starred element")
         return self.expression(node.value, environment)
 
+    def given(self, argument: cst.Arg, call: cst.Call, environment: Bindings) -> Term:
+        """Return the term of an argument of a call; the sizes of a tensor may be starred where a shape is taken."""
+        if argument.star == "*" and isinstance(call.func, cst.Attribute) and call.func.attr.value in SHAPED:
+            sizes = self.expression(argument.value, environment)
+            if "shape" in (sizes.op, *(part.op for part in sizes.args[:1])):
+                return Term("star", (sizes,))
+        return self.element(argument, environment)
+
     def starred_keywords(self, node: cst.Call, environment: Bindings) -> Bindings:
         """Return the keywords that the `**` arguments of a call stand for."""
         raise NotComputable("a starred argument")
@@ -288,7 +308,7 @@ class Run:
 
     def call(self, node: cst.Call, environment: Bindings) -> Term:
         """Return the term of a call, following helpers of the class and the file."""
-        plain = [self.element(a, environment) for a in node.args if a.keyword is None and a.star != "**"]
+        plain = [self.given(a, node, environment) for a in node.args if a.keyword is None and a.star != "**"]
         keywords = {a.keyword.value: self.expression(a.value, environment) for a in node.args if a.keyword is not None}
         if any(argument.star == "**" for argument in node.args):
             keywords |= self.starred_keywords(node, environment)
@@ -327,7 +347,7 @@ class Run:
         if self.depth == 0:
             raise NotComputable("helpers nested too deeply")
         params = [*helper.params.posonly_params, *helper.params.params]
-        if len(plain) > len(params):
+        if len(plain) > len(params) or any(argument.op == "star" for argument in plain):
             raise NotComputable("a helper with variable arguments")
         given = {param.name.value: value for param, value in zip(params, plain, strict=False)} | dict(keywords)
         named = {param.name.value for param in (*params, *helper.params.kwonly_params)}

@@ -11,23 +11,30 @@ from rewrite.analysis.tree.nodes import LINE_LENGTH, bound_names, parameters
 from rewrite.offers import is_of_runtime
 
 
-def returning(
-    function: cst.FunctionDef, call: cst.SimpleStatementLine, staying: Sequence[cst.BaseStatement] = ()
-) -> cst.FunctionDef:
-    """Return `function` with its docstring kept, what is `staying`, and everything else replaced by `call`.
-
-    The comments of the old body stand before `call`: they belong to the reader of the file, not to the rewriter.
-    """
-    statements = list(function.body.body)
-    kept = [statements.pop(0)] if statements and is_docstring(statements[0]) else []
-    stays = {id(statement) for statement in staying}
-    statements = [statement for statement in statements if id(statement) not in stays]
-    lines = [cst.EmptyLine(comment=comment) for comment in _comments(statements, function.body)]
+def returning(function: cst.FunctionDef, *new: cst.BaseStatement) -> cst.FunctionDef:
+    """Return `function` with its docstring kept, and everything else replaced by `new`."""
     block = function.body
     if not isinstance(block, cst.IndentedBlock):
-        return function.with_changes(body=cst.IndentedBlock([call]))
-    new = [*kept, *staying, call.with_changes(leading_lines=lines)]
-    return function.with_changes(body=block.with_changes(body=new, footer=[]))
+        return function.with_changes(body=cst.IndentedBlock(new))
+    return function.with_changes(body=ending(block, new))
+
+
+def ending(
+    block: cst.IndentedBlock,
+    new: Sequence[cst.BaseStatement],
+    staying: Sequence[tuple[cst.BaseStatement, cst.BaseStatement]] = (),
+) -> cst.IndentedBlock:
+    """Return a block with its docstring kept, what is `staying` as it reads then, and the rest replaced by `new`.
+
+    The comments of the old statements stand before `new`: they belong to the reader of the file, not to the rewriter.
+    """
+    statements = list(block.body)
+    kept = [statements.pop(0)] if statements and is_docstring(statements[0]) else []
+    stays = {id(old) for old, _ in staying}
+    statements = [statement for statement in statements if id(statement) not in stays]
+    lines = [cst.EmptyLine(comment=comment) for comment in _comments(statements, block)]
+    first = new[0].with_changes(leading_lines=lines)
+    return block.with_changes(body=[*kept, *(reads for _, reads in staying), first, *new[1:]], footer=[])
 
 
 def is_docstring(statement: cst.CSTNode) -> bool:
