@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 from emulator import emulation_options
+
+Rewritten = Callable[[str], ModuleType]
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores: with a thread for every core in each of them, torch spends its time on waiting.
@@ -34,6 +39,26 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REWRITE_TABLES", str(tmp_path_factory.mktemp("tables")))
         yield
+
+
+@pytest.fixture(scope="module")
+def rewritten(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Rewritten]:
+    """Import the package of a model, made once for each file of tests, under a name of the file's own."""
+    folder = tmp_path_factory.mktemp("rewritten")
+    prefix = f"of_{request.module.__name__.rpartition('.')[2]}_"
+    sys.path.insert(0, str(folder))
+
+    def package(model: str) -> ModuleType:
+        import made_package
+
+        if f"{prefix}{model}" not in sys.modules:
+            made_package.write(model, folder / f"{prefix}{model}")
+        return importlib.import_module(f"{prefix}{model}")
+
+    yield package
+    sys.path.remove(str(folder))
+    for name in [name for name in sys.modules if name.startswith(prefix)]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import made_package
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -20,11 +21,6 @@ from tolerances import STEPS_IN_FP32  # noqa: E402
 from hf_rewrite_runtime.cache.cache_argument import argument_of  # noqa: E402
 from hf_rewrite_runtime.cache.layers import INDEXED  # noqa: E402
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache  # noqa: E402
-from rewrite.codemod.build import build  # noqa: E402
-from rewrite.package.assemble import assemble  # noqa: E402
-from rewrite.package.lock import Options  # noqa: E402
-from rewrite.source.resolve import resolve  # noqa: E402
-from rewrite.transforms import select  # noqa: E402
 from rewrite.verify.models.configs import small_variants  # noqa: E402
 from rewrite.verify.models.model_pair import randomise  # noqa: E402
 
@@ -76,13 +72,9 @@ def test_what_a_capture_allows_is_allowed(step):
 
 def written(name: str, folder: Path) -> Path:
     """Write the package of a class's file."""
-    transforms = select()
     source = inspect.getsourcefile(getattr(transformers, name))
-    files = assemble(build(resolve(source), transforms), transforms, Options((), ()), folder).files
-    for path, content in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content)
-    return folder
+    assert source is not None
+    return made_package.write(source, folder)
 
 
 def rewritten(name: str, package: Path, monkeypatch: pytest.MonkeyPatch) -> type:

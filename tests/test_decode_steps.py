@@ -8,17 +8,10 @@ from __future__ import annotations
 
 import copy
 import importlib
-import sys
-from pathlib import Path
 
 import pytest
 
-from rewrite.codemod.build import build
 from rewrite.measure.runtime_part import runtime_part
-from rewrite.package.assemble import assemble
-from rewrite.package.lock import Options
-from rewrite.source.resolve import resolve
-from rewrite.transforms import select
 from rewrite.verify.judging.tolerances import bound
 from rewrite.verify.models.configs import small_variants
 
@@ -63,35 +56,13 @@ PROMPT, NEW, PADDING, ROWS = 11, 7, 3, 2
 LENGTH = PROMPT + NEW
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory):
-    """Write the package of a model and import it under a name of its own."""
-    folder = tmp_path_factory.mktemp("decode_steps")
-    sys.path.insert(0, str(folder))
-
-    def written(model):
-        name = f"decoding_{model}"
-        if name not in sys.modules:
-            transforms = select()
-            built = build(resolve(model), transforms)
-            for path, content in assemble(built, transforms, Options((), ()), Path(name)).files.items():
-                (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name / path).write_bytes(content)
-        return importlib.import_module(name)
-
-    yield written
-    sys.path.remove(str(folder))
-    for name in [name for name in sys.modules if name.startswith("decoding_")]:
-        del sys.modules[name]
-
-
-def pair(package, model, variant, dtype):
+def pair(rewritten, model, variant, dtype):
     """Return the original and the rewritten model with the same weights, none of them neutral."""
     original_class = getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), MODELS[model])
     torch.manual_seed(0)
     eager = {"experts_implementation": "eager"} if variant.routed else {}
     models = []
-    for cls in (original_class, getattr(package(model), MODELS[model])):
+    for cls in (original_class, getattr(rewritten(model), MODELS[model])):
         models.append(cls._from_config(copy.deepcopy(variant.config), **eager).to(dtype).eval())
     original, ours = models
     for parameter in original.parameters():
@@ -108,9 +79,9 @@ def inputs(variant):
     return ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def prefilled(package, model, ours, ids, mask, positions):
+def prefilled(rewritten, model, ours, ids, mask, positions):
     """Return a cache with the prompt in it, and NaN in the slots behind."""
-    cache_file = runtime_part(package(model).__name__, "cache/preallocated")
+    cache_file = runtime_part(rewritten(model).__name__, "cache/preallocated")
     cache = cache_file.PreallocatedCache(ours.config.get_text_config().num_hidden_layers, ROWS, LENGTH + 5, "cpu")
     cache.starts[0] = PADDING
     part = {"attention_mask": mask[:, :PROMPT], "position_ids": positions[:, :PROMPT]}
@@ -127,9 +98,9 @@ def asks_for_nothing_more(ours):
     return not any(getattr(attention, name, False) for attention in attentions for name in MORE)
 
 
-def stepped(package, model, ours, ids, mask, positions):
+def stepped(rewritten, model, ours, ids, mask, positions):
     """Return the logits `[B, NEW, V]` of one token at a time."""
-    cache = prefilled(package, model, ours, ids, mask, positions)
+    cache = prefilled(rewritten, model, ours, ids, mask, positions)
     whole = torch.zeros(ROWS, cache.capacity, dtype=torch.long)
     logits = []
     for number in range(PROMPT, LENGTH):
@@ -142,12 +113,12 @@ def stepped(package, model, ours, ids, mask, positions):
     return torch.cat(logits, dim=1)
 
 
-def error(package, model, variant):
+def error(rewritten, model, variant):
     """Return the largest error of the steps' logits, relative to the largest logit, and its bound."""
     ids, mask, positions = inputs(variant)
 
     def run(dtype):
-        original, ours = pair(package, model, variant, dtype)
+        original, ours = pair(rewritten, model, variant, dtype)
         expected = original(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, PROMPT:]
         return ours, expected
 
@@ -156,7 +127,7 @@ def error(package, model, variant):
     if not expected.isfinite().all():
         allowed = "fp32 max"
         ours, expected = run(torch.float32)
-    found = stepped(package, model, ours, ids, mask, positions)
+    found = stepped(rewritten, model, ours, ids, mask, positions)
     return float((found - expected).abs().max() / expected.abs().max()), bound(allowed)
 
 
@@ -168,39 +139,39 @@ def variants(model):
 
 @pytest.mark.parametrize("model", MODELS)
 @torch.no_grad()
-def test_steps_give_the_logits_of_the_original(package, model):
+def test_steps_give_the_logits_of_the_original(rewritten, model):
     if model in OF_SOME_RELEASES:
         pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
-        module = importlib.import_module(f"{package(model).__name__}.modeling_{model}")
+        module = importlib.import_module(f"{rewritten(model).__name__}.modeling_{model}")
         if not hasattr(module, "cached_attention") and not any(
             hasattr(kind, "decode") for kind in vars(module).values()
         ):
             pytest.skip(f"no layer of {model} has a step in this release")
     for variant in variants(model):
-        off, allowed = error(package, model, variant)
+        off, allowed = error(rewritten, model, variant)
         assert off < allowed, variant.name
 
 
 @pytest.mark.parametrize("dropped", ["sliding_window", "softcap", "sinks", "scaling"])
 @torch.no_grad()
-def test_an_argument_left_out_is_seen(package, monkeypatch, dropped):
+def test_an_argument_left_out_is_seen(rewritten, monkeypatch, dropped):
     model = {"sliding_window": "qwen3", "softcap": "gemma2", "sinks": "gpt_oss", "scaling": "granite"}[dropped]
-    package(model)
-    module = runtime_part(package(model).__name__, "attention/cached_attention")
+    rewritten(model)
+    module = runtime_part(rewritten(model).__name__, "attention/cached_attention")
     whole = module.decode_attention
     neutral = {"scaling": 1.0}.get(dropped)
     monkeypatch.setattr(module, "decode_attention", lambda *args, **given: whole(*args, **{**given, dropped: neutral}))
-    seen = [off > allowed for off, allowed in (error(package, model, variant) for variant in variants(model))]
+    seen = [off > allowed for off, allowed in (error(rewritten, model, variant) for variant in variants(model))]
     assert any(seen)
 
 
 @torch.no_grad()
-def test_a_step_makes_no_mask(package, monkeypatch):
-    module = importlib.import_module(f"{package('llama').__name__}.modeling_llama")
+def test_a_step_makes_no_mask(rewritten, monkeypatch):
+    module = importlib.import_module(f"{rewritten('llama').__name__}.modeling_llama")
     variant = variants("llama")[0]
-    _, ours = pair(package, "llama", variant, torch.float32)
+    _, ours = pair(rewritten, "llama", variant, torch.float32)
     ids, mask, positions = inputs(variant)
-    cache = prefilled(package, "llama", ours, ids, mask, positions)
+    cache = prefilled(rewritten, "llama", ours, ids, mask, positions)
     calls = []
     made = module.create_causal_mask
     monkeypatch.setattr(module, "create_causal_mask", lambda *args, **given: calls.append(1) or made(*args, **given))

@@ -9,17 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import made_package
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from verify.copies import with_runtime
 
-from rewrite.codemod.build import build
 from rewrite.measure.runtime_part import runtime_part
-from rewrite.package.assemble import assemble
-from rewrite.package.lock import Options
-from rewrite.source.resolve import resolve
-from rewrite.transforms import select
 
 NAME = "again_llama"
 SIZES = {
@@ -44,13 +40,7 @@ def forget() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    chosen = select()
-    for path, content in assemble(
-        build(resolve("llama"), chosen), chosen, Options((), ()), tmp_path / NAME
-    ).files.items():
-        (tmp_path / NAME / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / NAME / path).write_bytes(content)
-    with_runtime(tmp_path / NAME)
+    with_runtime(made_package.write("llama", tmp_path / NAME))
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     forget()

@@ -13,14 +13,13 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
+import made_package
 import pytest
 from verify.copies import with_runtime
 
 from rewrite.codemod.build import build
 from rewrite.codemod.passes import rewrite_text
 from rewrite.measure.runtime_part import runtime_part
-from rewrite.package.assemble import assemble
-from rewrite.package.lock import Options
 from rewrite.source.resolve import resolve
 from rewrite.transforms import select
 
@@ -62,12 +61,7 @@ def package(tmp_path, request, monkeypatch):
 
     def written(model, vendored=False):
         name = f"rewritten_{model}_{abs(hash(request.node.nodeid))}"
-        transforms = select()
-        built = build(resolve(model), transforms)
-        folder = tmp_path / name
-        for path, content in assemble(built, transforms, Options((), ()), folder).files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_bytes(content)
+        folder = made_package.write(model, tmp_path / name)
         if vendored:
             with_runtime(folder)
         monkeypatch.syspath_prepend(tmp_path)

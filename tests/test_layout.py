@@ -15,12 +15,7 @@ from pathlib import Path
 import pytest
 
 from hf_rewrite_runtime.cache.cache_argument import argument_of, given_back
-from rewrite.codemod.build import build
 from rewrite.measure.runtime_part import runtime_part
-from rewrite.package.assemble import assemble
-from rewrite.package.lock import Options
-from rewrite.source.resolve import resolve
-from rewrite.transforms import select
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -58,27 +53,17 @@ class Census(TorchDispatchMode):
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("layout")
-    transforms = select()
-    built = build(resolve("llama"), transforms)
-    for path, content in assemble(built, transforms, Options(), Path("laid_out")).files.items():
-        (folder / "laid_out" / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "laid_out" / path).write_bytes(content)
-    sys.path.insert(0, str(folder))
-    yield importlib.import_module("laid_out")
-    sys.path.remove(str(folder))
-    for name in [name for name in sys.modules if name.split(".")[0] == "laid_out"]:
-        del sys.modules[name]
+def package(rewritten):
+    return rewritten("llama")
 
 
 @pytest.fixture
 def runtime(package, monkeypatch):
     """The runtime of the package, whose operators show their inside to a dispatch mode."""
-    backend = runtime_part("laid_out", "core/backend")
+    backend = runtime_part(package.__name__, "core/backend")
     monkeypatch.setattr(backend, "_len_torch_dispatch_stack", lambda: 0)
     modules = {"aiter_calls": "aiter/aiter_calls", "aiter_probe": "core/aiter_probe"}
-    return {name: runtime_part("laid_out", module) for name, module in modules.items()}
+    return {name: runtime_part(package.__name__, module) for name, module in modules.items()}
 
 
 @pytest.fixture
@@ -152,7 +137,7 @@ def test_prefill_by_aiter_copies_nothing(model, runtime, monkeypatch, tmp_path):
 
 
 def test_a_copy_is_seen(model, package, monkeypatch):
-    modeling = importlib.import_module("laid_out.modeling_llama")
+    modeling = importlib.import_module(f"{package.__name__}.modeling_llama")
     native_gqa = modeling.native_gqa
 
     def copying(interface):

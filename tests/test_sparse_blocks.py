@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tolerances import BLOCK_IN_FP64, SOFTMAX_IN_FP32
 
-from rewrite.codemod.build import build
 from rewrite.measure.runtime_part import runtime_part
-from rewrite.package.assemble import assemble
-from rewrite.package.lock import Options
-from rewrite.source.resolve import resolve
-from rewrite.transforms import select
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -54,26 +48,9 @@ class Norm(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def rewritten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """Import the package of a model, written once."""
-    folder = tmp_path_factory.mktemp("sparse")
-    sys.path.insert(0, str(folder))
-
-    def written(model: str) -> Any:
-        name = f"sparse_{model}"
-        if name not in sys.modules:
-            transforms = select()
-            files = assemble(build(resolve(model), transforms), transforms, Options((), ()), folder / name).files
-            for path, content in files.items():
-                (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name / path).write_bytes(content)
-            importlib.import_module(name)
-        return importlib.import_module(f"{name}.modeling_{model}")
-
-    yield written
-    sys.path.remove(str(folder))
-    for name in [name for name in sys.modules if name.startswith("sparse_")]:
-        del sys.modules[name]
+def modeling(rewritten: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Import the modeling file of a model's package."""
+    return lambda model: importlib.import_module(f"{rewritten(model).__name__}.modeling_{model}")
 
 
 def blocks(module: Any, model: str, **extra: Any) -> tuple[Any, Any]:
@@ -102,9 +79,9 @@ def inputs() -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("model", BLOCKS)
 def test_a_block_takes_the_norm_before_it_and_the_residual_behind_it(
-    rewritten: Callable[[str], Any], model: str
+    modeling: Callable[[str], Any], model: str
 ) -> None:
-    module = rewritten(model)
+    module = modeling(model)
     backend = runtime_part(f"sparse_{model}", "core/backend")
     theirs, ours = blocks(module, model)
     x, residual = inputs()
@@ -121,8 +98,8 @@ def test_a_block_takes_the_norm_before_it_and_the_residual_behind_it(
 
 @pytest.mark.parametrize("model", ["glm4_moe", "deepseek_v3", "deepseek_v2"])
 @pytest.mark.parametrize("kept", [1, 2])
-def test_experts_are_chosen_from_the_best_groups(rewritten: Callable[[str], Any], model: str, kept: int) -> None:
-    module = rewritten(model)
+def test_experts_are_chosen_from_the_best_groups(modeling: Callable[[str], Any], model: str, kept: int) -> None:
+    module = modeling(model)
     backend = runtime_part(f"sparse_{model}", "core/backend")
     theirs, ours = blocks(module, model, n_group=4, topk_group=kept, topk_method="group_limited_greedy")
     x, residual = inputs()
@@ -133,8 +110,8 @@ def test_experts_are_chosen_from_the_best_groups(rewritten: Callable[[str], Any]
     torch.testing.assert_close(got, residual + theirs(Norm()(x)), rtol=1e-10, atol=1e-10)
 
 
-def test_hooks_on_the_router_and_the_experts_are_called(rewritten: Callable[[str], Any]) -> None:
-    module = rewritten("qwen3_moe")
+def test_hooks_on_the_router_and_the_experts_are_called(modeling: Callable[[str], Any]) -> None:
+    module = modeling("qwen3_moe")
     backend = runtime_part("sparse_qwen3_moe", "core/backend")
     theirs, ours = blocks(module, "qwen3_moe")
     x, residual = inputs()

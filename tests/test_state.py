@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
 import io
 import pickle
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rewrite.codemod.build import build
 from rewrite.measure.runtime_part import runtime_part
-from rewrite.package.assemble import assemble
-from rewrite.package.lock import Options
-from rewrite.source.resolve import resolve
-from rewrite.transforms import select
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -33,20 +26,9 @@ IDS = torch.arange(12).view(2, 6)
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def package(rewritten: Callable[[str], Any]) -> Any:
     """The package of Llama."""
-    folder = tmp_path_factory.mktemp("state")
-    chosen = select()
-    for path, content in assemble(
-        build(resolve("llama"), chosen), chosen, Options((), ()), folder / "state"
-    ).files.items():
-        (folder / "state_llama" / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "state_llama" / path).write_bytes(content)
-    sys.path.insert(0, str(folder))
-    yield importlib.import_module("state_llama")
-    sys.path.remove(str(folder))
-    for name in [name for name in sys.modules if name.startswith("state_llama")]:
-        del sys.modules[name]
+    return rewritten("llama")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

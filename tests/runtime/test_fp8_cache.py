@@ -7,7 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,7 @@ from torch import Tensor
 from hf_rewrite_runtime.cache.fp8_layer import Fp8Layer
 from hf_rewrite_runtime.cache.preallocated import PreallocatedCache
 from hf_rewrite_runtime.decode.step_graph import DecodeGraph
-from rewrite.codemod.build import build
 from rewrite.measure.runtime_part import runtime_part
-from rewrite.package.assemble import assemble
-from rewrite.package.lock import Options
-from rewrite.source.resolve import resolve
-from rewrite.transforms import select
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -43,34 +38,13 @@ MODELS = {
 """With norms of queries and keys, a window in every layer, and one in every second layer with capped scores."""
 
 
-def packaged(name: str, place: Path) -> Any:
-    """Return a package of a modeling file, imported."""
-    chosen = select()
-    folder = f"small_{name}"
-    files = assemble(build(resolve(name), chosen), chosen, Options(), place / folder).files
-    for path, content in files.items():
-        (place / folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (place / folder / path).write_bytes(content)
-    return importlib.import_module(folder)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("fp8_cache")
-    sys.path.insert(0, str(folder))
-    yield folder
-    sys.path.remove(str(folder))
-    for name in [name for name in sys.modules if name.startswith("small_")]:
-        del sys.modules[name]
-
-
 class Pair:
     """A package and the original with the same weights in fp64, which is computed in plain torch."""
 
-    def __init__(self, name: str, place: Path):
+    def __init__(self, name: str, rewritten: Callable[[str], Any]):
         self.name = name
         kind, options = MODELS[name]
-        self.package = packaged(name, place)
+        self.package = rewritten(name)
         config = getattr(transformers, f"{kind}Config")(**SIZES, **options)
         torch.manual_seed(0)
         original = getattr(transformers, f"{kind}ForCausalLM")
@@ -96,13 +70,13 @@ class Pair:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def pair(request: pytest.FixtureRequest, place: Path) -> Pair:
-    return Pair(request.param, place)
+def pair(request: pytest.FixtureRequest, rewritten: Callable[[str], Any]) -> Pair:
+    return Pair(request.param, rewritten)
 
 
 @pytest.fixture(scope="module")
-def llama(place: Path) -> Pair:
-    return Pair("llama", place)
+def llama(rewritten: Callable[[str], Any]) -> Pair:
+    return Pair("llama", rewritten)
 
 
 def generate(model: Any, **given: Any) -> Any:
@@ -215,7 +189,7 @@ def test_memory_is_half_and_a_byte_a_number(llama: Pair) -> None:
     assert sizes == {None: 4 * numbers, "fp8": numbers + numbers // 16 * 2}
 
 
-def test_what_cannot_be_in_8_bits_says_so(llama: Pair, place: Path) -> None:
+def test_what_cannot_be_in_8_bits_says_so(llama: Pair, rewritten: Callable[[str], Any]) -> None:
     given = prompt(1, 9)
     whole = generate(llama.ours, **given)
     drafted = llama.ours_in_8_bits(**given, prompt_lookup_num_tokens=3)
@@ -226,7 +200,7 @@ def test_what_cannot_be_in_8_bits_says_so(llama: Pair, place: Path) -> None:
     llama.format.set_cache_format(None)
     assert distance(again, llama.rounded(**given)) < ROUNDED_CACHE
 
-    package = packaged("deepseek_v2", place)
+    package = rewritten("deepseek_v2")
     sizes = SIZES | {"num_key_value_heads": 4, "num_hidden_layers": 2, "head_dim": 8}
     config = transformers.DeepseekV2Config(
         **sizes, q_lora_rank=None, kv_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
@@ -325,12 +299,12 @@ def test_a_step_of_a_layer_without_a_method_reads_copies() -> None:
     np.lib.NumpyVersion(np.__version__) >= "2.4.0",
     reason="Triton's interpreter needs numpy before 2.4, as [dev] has it",
 )
-def test_kernels_give_the_originals_logits_with_a_cache_that_rounds(llama: Pair, place: Path) -> None:
+def test_kernels_give_the_originals_logits_with_a_cache_that_rounds(llama: Pair) -> None:
     script = Path(__file__).with_name("fp8_cache_under_interpreter.py")
     paths = os.pathsep.join((str(script.parents[1]), os.environ.get("PYTHONPATH", "")))
     environment = {"TRITON_INTERPRET": "1", "REWRITE_BACKEND": "triton", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    command = [sys.executable, str(script), str(place / llama.package.__name__)]
-    run = subprocess.run(command, env=os.environ | environment, cwd=place, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(script), str(Path(llama.package.__file__).parent)]
+    run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     far = [line.split()[1:] for line in run.stdout.splitlines() if line.startswith("distance")]
     assert len(far) == 2

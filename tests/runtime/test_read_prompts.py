@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,11 +17,6 @@ from hf_rewrite_runtime.core.prefill_context import NoPromptForm, Reading, curre
 from hf_rewrite_runtime.decode import prompt_graph
 from hf_rewrite_runtime.decode.step_graph import DecodeGraph
 from hf_rewrite_runtime.device.fastest import choose
-from rewrite.codemod.build import build
-from rewrite.package.assemble import assemble
-from rewrite.package.lock import Options
-from rewrite.source.resolve import resolve
-from rewrite.transforms import select
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -41,20 +34,11 @@ VIEWS = {"slice", "select", "view", "unsqueeze", "expand", "transpose", "alias",
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Any, Any]]]:
+def pair(rewritten: Callable[[str], Any]) -> Callable[[str], tuple[Any, Any]]:
     """Return the original, and ours with the same weights."""
-    folder = tmp_path_factory.mktemp("prompts")
-    sys.path.insert(0, str(folder))
 
     def made(model: str) -> tuple[Any, Any]:
-        name = f"prompts_{model}"
-        if name not in sys.modules:
-            transforms = select()
-            files = assemble(build(resolve(model), transforms), transforms, Options((), ()), folder / name).files
-            for path, content in files.items():
-                (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name / path).write_bytes(content)
-        module = importlib.import_module(f"{name}.modeling_{model}")
+        module = rewritten(model)
         config = transformers.AutoConfig.for_model(model, **SMALL)
         kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
         torch.manual_seed(0)
@@ -62,10 +46,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], t
         ours.load_state_dict(theirs.state_dict())
         return theirs, ours
 
-    yield made
-    sys.path.remove(str(folder))
-    for name in [name for name in sys.modules if name.startswith("prompts_")]:
-        del sys.modules[name]
+    return made
 
 
 def prompt(rows: int, tokens: int) -> torch.Tensor:
