@@ -152,9 +152,7 @@ class HostCopies(TorchFunctionMode):
         """Return the arguments of a function with the device's copies for what it would copy."""
         args = list(args)
         if func is Tensor.__setitem__ and self._has_mask(args[1]):
-            return args, dict(
-                given
-            )  # which torch fills with a number of the host's: one of the device it would assign
+            return args, dict(given)  # torch fills with a number of the host's: one of the device it would assign
         if func is Tensor.__setitem__ and isinstance(args[2], (int, float)):
             args[2] = torch.tensor(args[2], dtype=args[0].dtype, device="cpu")
         if func in (Tensor.__getitem__, Tensor.__setitem__):
