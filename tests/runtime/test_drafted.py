@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 
 import pytest
 import torch
-from test_generation import GPU, Doubled, Sink, gpu, loops, pair, prompt, run, same, tokenizer
+from test_generation import GPU, Doubled, gpu, loops, pair, prompt, run, same, tokenizer
 from test_other_models import pair as other_pair
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -20,7 +19,7 @@ from hf_rewrite_runtime.decode.graph_cache import store_of
 from hf_rewrite_runtime.decode.policy import GraphPolicy
 from hf_rewrite_runtime.generate import call_graphs, drafting
 from hf_rewrite_runtime.sampling.prompt_lookup import look_up
-from hf_rewrite_runtime.sampling.sampling import Lookup, Sampling, StepState
+from hf_rewrite_runtime.sampling.sampling import Lookup, StepState
 from hf_rewrite_runtime.speculative import draft_model as assisting
 from hf_rewrite_runtime.speculative import left_pad_rows, verify_step
 from hf_rewrite_runtime.speculative.speculative_loop import Worth
@@ -101,72 +100,6 @@ def test_equals_transformers_own_and_plain_greedy(name: str, taken: list[list[in
     assert max(map(max, taken)) == 5
     (graph,) = store_of(model).graphs.values()
     assert len(graph._programs) == 2
-
-
-@pytest.mark.parametrize("right", [0.0, 0.6])
-def test_drafts_change_nothing_however_many_are_right(
-    right: float, monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
-) -> None:
-    model, original = pair("gemma2")
-    inputs = prompt(1)
-    theirs = run(original, inputs, **GREEDY, max_new_tokens=30, output_logits=True)
-    plant(monkeypatch, theirs[0].sequences, right)
-    same(run(model, inputs, **LOOKUP, max_new_tokens=30, output_logits=True), theirs)
-    assert loops(model) == []
-    means = {0.0: (1, 1.2), 0.6: (1.5, 4)}
-    low, high = means[right]
-    assert low <= sum(map(sum, taken)) / len(taken) <= high
-
-
-@pytest.mark.parametrize("at", [12, 14])
-def test_an_end_inside_of_what_is_taken(
-    at: int, monkeypatch: pytest.MonkeyPatch, always: None, tokenizer: object
-) -> None:
-    model, original = pair()
-    inputs, sinks = prompt(1), [Sink(), Sink()]
-    free = original.generate(**inputs, **GREEDY, max_new_tokens=30)
-    plant(monkeypatch, free, 1.0)
-    token = int(free[0, 9 + at])
-    ways = (
-        {"eos_token_id": token},
-        {"stop_strings": f"w{token}", "tokenizer": tokenizer},
-        {"max_length": 9 + at + 1, "max_new_tokens": None},
-    )
-    for way in ways:
-        given = {"max_new_tokens": 30, "pad_token_id": 0, "return_dict_in_generate": True, **way}
-        ours, theirs = (
-            m.generate(**inputs, **arguments, **given, streamer=sink)
-            for m, arguments, sink in ((model, LOOKUP, sinks[0]), (original, GREEDY, sinks[1]))
-        )
-        assert torch.equal(ours.sequences, theirs.sequences)
-        assert theirs.sequences.shape[1] <= 9 + at + 1
-        assert given_back(ours).get_seq_length() == given_back(theirs).get_seq_length()
-        got, wanted = ([int(token) for value in sink.tokens for token in value.flatten()] for sink in sinks)
-        assert got == wanted
-    assert [sink.ended for sink in sinks] == [3, 3]
-    assert loops(model) == []
-
-
-def test_drawn_tokens_have_the_distribution_of_plain_sampling() -> None:
-    """Three fixed distributions, drafts that are certain, likely or impossible: each token as drawn by itself."""
-    torch.manual_seed(0)
-    odds = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5]], device=DEVICE)
-    state = StepState(1, 16, torch.zeros(1, dtype=torch.int64, device=DEVICE))
-    sampling = Sampling([], True, None, None, lookup=Lookup(2, 0))
-    state.drafts[0, :2] = torch.tensor([0, 1], device=DEVICE)
-    counts: Counter[tuple[int, ...]] = Counter()
-    for _ in range(3000):
-        state.position.zero_()
-        verify_step.check(odds.log()[None], state, sampling)
-        counts[tuple(state.sequence[0, 1 : 1 + int(state.taken)].tolist())] += 1
-    first, second, third = odds.tolist()
-    expected = {(token,): first[token] for token in (1, 2)} | {
-        (0, token): first[0] * second[token] for token in (0, 2)
-    }
-    expected |= {(0, 1, token): first[0] * second[1] * third[token] for token in range(3)}
-    assert counts.keys() == expected.keys()
-    for text, probability in expected.items():
-        assert abs(counts[text] / 3000 - probability) < 4 * (probability / 3000) ** 0.5
 
 
 def test_a_cache_is_continued() -> None:

@@ -11,6 +11,7 @@ from test_drafted import DEVICE, GREEDY, LOOKUP, always, plant_rows, repeating, 
 from test_generation import EOS, MODELS, Sink, V, gpu, loops, pair, prompt, run, same, tokenizer
 from transformers import WhisperConfig, WhisperForCausalLM
 
+from hf_rewrite_runtime.cache.cache_argument import given_back
 from hf_rewrite_runtime.decode import graph_cache
 from hf_rewrite_runtime.decode.graph_cache import store_of
 from hf_rewrite_runtime.decode.step_graph import DecodeGraph
@@ -67,15 +68,16 @@ def test_the_text_is_looked_up_row_by_row(batch: int, taken: list[list[int]], al
 
 
 @pytest.mark.parametrize("right", [0.0, 0.8])
+@pytest.mark.parametrize("rows", [1, 3])
 def test_rows_keep_pace_where_logits_or_the_cache_are_wanted(
-    right: float, monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
+    rows: int, right: float, monkeypatch: pytest.MonkeyPatch, taken: list[list[int]], always: None
 ) -> None:
     model, original = pair("gemma2")
-    inputs, given = prompt(3), {"max_new_tokens": 30, "eos_token_id": EOS, "output_logits": True}
+    inputs, given = prompt(rows), {"max_new_tokens": 30, "eos_token_id": EOS, "output_logits": True}
     for wanted in (given, {**given, "eos_token_id": None, "output_logits": False}):
         theirs = run(original, inputs, **GREEDY, **wanted)
         with monkeypatch.context() as planting:
-            plant_rows(planting, theirs[0].sequences, [right] * 3)
+            plant_rows(planting, theirs[0].sequences, [right] * rows)
             same(run(model, inputs, **LOOKUP, **wanted), theirs)
     assert loops(model) == []
     assert not ragged(model)
@@ -83,31 +85,38 @@ def test_rows_keep_pace_where_logits_or_the_cache_are_wanted(
     assert (max(map(max, taken)) > 2) == (right > 0)
 
 
-@pytest.mark.parametrize("at", [5, 12])
-def test_rows_end_by_themselves(at: int, monkeypatch: pytest.MonkeyPatch, always: None, tokenizer: object) -> None:
+@pytest.mark.parametrize("at", [5, 12, 14])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_end_by_themselves(
+    rows: int, at: int, monkeypatch: pytest.MonkeyPatch, always: None, tokenizer: object
+) -> None:
     model, original = pair()
-    inputs, sinks = prompt(4), [Sink(), Sink()]
+    inputs, sinks = prompt(rows), [Sink(), Sink()]
     free = original.generate(**inputs, **GREEDY, **TOKENS)
-    plant_rows(monkeypatch, free, [1.0, 0.2, 0.8, 0.5])
-    ends = [int(free[row, 9 + at + 2 * row]) for row in range(4)]
+    plant_rows(monkeypatch, free, [1.0, 0.2, 0.8, 0.5][:rows])
+    ends = [int(free[row, 9 + at + 2 * row]) for row in range(rows)]
     ways = (
         {"eos_token_id": ends},
         {"eos_token_id": ends[:2]},
         {"stop_strings": [f"w{token}" for token in ends], "tokenizer": tokenizer},
-        {"stop_strings": f"w{ends[3]}", "tokenizer": tokenizer, "eos_token_id": ends[0]},
+        {"stop_strings": f"w{ends[-1]}", "tokenizer": tokenizer, "eos_token_id": ends[0]},
         {"max_length": 9 + at, "max_new_tokens": None},
     )
     for way in ways:
+        given = {**TOKENS, "return_dict_in_generate": rows == 1, **way}  # several keep pace where a cache is wanted
         ours, theirs = (
-            m.generate(**inputs, **arguments, **{**TOKENS, **way}, streamer=sink)
+            m.generate(**inputs, **arguments, **given, streamer=sink)
             for m, arguments, sink in ((model, LOOKUP, sinks[0]), (original, GREEDY, sinks[1]))
         )
+        if rows == 1:
+            assert given_back(ours).get_seq_length() == given_back(theirs).get_seq_length()
+            ours, theirs = ours.sequences, theirs.sequences
         assert torch.equal(ours, theirs), way
-        got, wanted = ([value.tolist() for value in sink.tokens] for sink in sinks)
+        got, wanted = ([value.flatten().tolist() for value in sink.tokens] for sink in sinks)
         assert got == wanted
     assert [sink.ended for sink in sinks] == [5, 5]
     assert loops(model) == []
-    assert ragged(model)
+    assert ragged(model) == (rows > 1)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
