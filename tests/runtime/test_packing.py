@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_rewrite_runtime.core import backend
+from hf_rewrite_runtime.launching import launch
 from hf_rewrite_runtime.linear import joined_storage, packing
 from hf_rewrite_runtime.linear.packed_gemv import packed_step
 from hf_rewrite_runtime.linear.packing import packed_linear
@@ -562,3 +563,22 @@ def test_a_class_whose_forward_was_replaced_is_called(module, monkeypatch):
     monkeypatch.setattr(CastLinear, "forward", lambda self, x: F.linear(x, self.weight) * 2)
     check(module, torch.randn(2, 3, 32))
     assert not packed(module)
+
+
+def test_a_thread_that_launches_nothing_moves_nothing():
+    """Beside it another computes with these weights."""
+    weights = [torch.randn(rows, 8) for rows in (4, 2)]
+    places = [weight.data_ptr() for weight in weights]
+    launch.collect(lambda key, planned: None)
+    try:
+        assert packing.as_one(weights).shape == (6, 8)
+    finally:
+        launch.collect(None)
+    assert [weight.data_ptr() for weight in weights] == places
+    assert torch.equal(packing.as_one(weights), torch.cat(weights))
+    assert [weight.data_ptr() for weight in weights] != places
+    launch.collect(lambda key, planned: None)
+    try:
+        assert packing.as_one(weights).data_ptr() == weights[0].data_ptr()
+    finally:
+        launch.collect(None)

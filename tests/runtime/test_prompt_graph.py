@@ -93,9 +93,15 @@ def test_masks_are_left_out_in_the_graph_and_nowhere_else() -> None:
     assert not skips_mask(None)
 
 
-def test_weights_that_a_step_moves_are_read_where_they_are() -> None:
+@pytest.mark.parametrize("held", ["as a parameter", "as a buffer"])
+def test_weights_that_a_step_moves_are_read_where_they_are(held: str) -> None:
     model, before = model_of(), []
-    weight = model.model.layers[0].mlp.up_proj.weight
+    layer = model.model.layers[0].mlp.up_proj
+    weight = layer.weight
+    if held == "as a buffer":
+        del layer.weight
+        weight = weight.detach()
+        layer.register_buffer("weight", weight)
 
     def packs(module: Any, args: Any, kwargs: Any) -> None:
         """Move a weight in the first step, as one does that packs what a prompt multiplies one by one."""
