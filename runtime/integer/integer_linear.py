@@ -78,21 +78,7 @@ if backend.triton_installed():
 
     @triton.jit
     def _times_eight(  # type: ignore[no-untyped-def]
-        words,
-        NUMBER: tl.constexpr,
-        x0,
-        x1,
-        x2,
-        x3,
-        x4,
-        x5,
-        x6,
-        x7,
-        sums,
-        low_base,
-        high_base,
-        BITS: tl.constexpr,
-        EXACT: tl.constexpr,
+        words, NUMBER: tl.constexpr, x, sums, low_base, high_base, BITS: tl.constexpr, EXACT: tl.constexpr
     ):
         """Add the products of eight columns, number NUMBER of a group, with a word of 4 bits or two of 8."""
         if BITS == 4:
@@ -103,14 +89,14 @@ if backend.triton_installed():
         else:
             w0, w1, w2, w3 = _four_of_eight(words[2 * NUMBER], low_base, EXACT)
             w4, w5, w6, w7 = _four_of_eight(words[2 * NUMBER + 1], low_base, EXACT)
-        sums += w0 * x0
-        sums += w1 * x1
-        sums += w2 * x2
-        sums += w3 * x3
-        sums += w4 * x4
-        sums += w5 * x5
-        sums += w6 * x6
-        return sums + w7 * x7
+        sums += w0 * x[0]
+        sums += w1 * x[1]
+        sums += w2 * x[2]
+        sums += w3 * x[3]
+        sums += w4 * x[4]
+        sums += w5 * x[5]
+        sums += w6 * x[6]
+        return sums + w7 * x[7]
 
     @triton.jit
     def _pair_of_four(word, low_base, high_base, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -220,22 +206,20 @@ if backend.triton_installed():
             place = tl.arange(0, 8 * BLOCK_GROUPS)
             col = ((start + place // 8) * width + place % 8)[None, :]
             for eight in tl.static_range(width // 8):
-                x, read = _octet(x_ptr, order_ptr, norm_ptr, offset, col + 8 * eight, col < I, NORM_WEIGHT, ORDERED)
+                gained, read = _octet(
+                    x_ptr, order_ptr, norm_ptr, offset, col + 8 * eight, col < I, NORM_WEIGHT, ORDERED
+                )
                 if NORM:
                     square += tl.sum(tl.reshape(read * read, (1, BLOCK_GROUPS, 8)), 2)
-                x0, x1, x2, x3, x4, x5, x6, x7 = _eight(x, BLOCK_GROUPS)
-                lower = (x0 + x2) + (x4 + x6)
-                upper = (x1 + x3) + (x5 + x7)
+                x = _eight(gained, BLOCK_GROUPS)
+                lower = (x[0] + x[2]) + (x[4] + x[6])
+                upper = (x[1] + x[3]) + (x[5] + x[7])
                 plain += lower + upper
                 if not EXACT:
                     base += 2048.0 * lower + 128.0 * upper if BITS == 4 else 256.0 * (lower + upper)
-                sums = _times_eight(
-                    words, eight, x0, x1, x2, x3, x4, x5, x6, x7, sums, low_base, high_base, BITS, EXACT
-                )
+                sums = _times_eight(words, eight, x, sums, low_base, high_base, BITS, EXACT)
                 if ACTIVATION != "":
-                    sums_up = _times_eight(
-                        words_up, eight, x0, x1, x2, x3, x4, x5, x6, x7, sums_up, low_base, high_base, BITS, EXACT
-                    )
+                    sums_up = _times_eight(words_up, eight, x, sums_up, low_base, high_base, BITS, EXACT)
             total += (sums - (base + zero * plain)) * scale
             loaded = following
             if ACTIVATION != "":
@@ -279,7 +263,9 @@ def launch_integer_row(
     size, cols = weight.shape
     size = size // 2 if kind else size
     groups = cols * weight.bits // (8 * GROUP_BYTES)
-    block_rows, block_groups, num_warps = tile or rule(size, groups, gated=bool(kind))
+    block_rows, block_groups, num_warps = tile or rule(
+        size, groups, gated=bool(kind), ordered=weight.order is not None
+    )
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
     overlap = overlaps(input)
     with backend.device_guard(input):
@@ -307,13 +293,14 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 
 @functools.cache
-def rule(size: int, groups: int, *, gated: bool) -> Tile:
+def rule(size: int, groups: int, *, gated: bool, ordered: bool) -> Tile:
     """Return rows (of each half), groups and warps of a program: a thread has a group of all these rows.
 
-    With eight rows of 8B's weights 5.0, 8.3, 14.6 and 26.2 µs, with four 5.5, 8.3, 15.9 and 28.1 (H200, Triton 3.6).
+    With eight rows of 8B's weights 5.0, 8.3, 14.6 and 26.2 µs, with four 5.5, 8.3, 15.9 and 28.1 (H200, Triton 3.6);
+    columns in an order take more registers than eight rows of two halves leave.
     """
     block_groups = min(128, 1 << (groups - 1).bit_length())
-    block_rows = (4 if HIP else 8) // (2 if gated and HIP else 1)
+    block_rows = (4 if HIP or (gated and ordered) else 8) // (2 if gated and HIP else 1)
     while size % block_rows:
         block_rows //= 2
     return block_rows, block_groups, max(WAVE, block_groups) // WAVE

@@ -21,12 +21,11 @@ from ..norms.norm_form import Prologue
 from .integer_weights import Integers
 
 CASES = """
-def product(count, rows, cols, norm, bits=4, zero=False, order=False):
+def product(count, rows, cols, norm, bits=4, zero=False):
     rows = many(rows)
     zeros = tensor(rows, cols // 128, dtype=torch.uint8) if zero else None
     words = tensor(rows, cols * bits // 32, dtype=torch.int32)
-    places = tensor(cols, dtype=torch.int32) if order else None
-    weight = Integers(words, tensor(rows, cols // 128), zeros, bits, 128, places)
+    weight = Integers(words, tensor(rows, cols // 128), zeros, bits, 128)
     out = tensor(count, 1, rows)
     given, added = (prologue(cols), None) if norm else (None, out)
     return launch_integer_rows(tensor(count, 1, cols), weight, None, given, added, out)
@@ -35,7 +34,6 @@ for count in (8, 32):
     case(f"8B, qkv, {count} rows", product, count, 6144, LLAMA_8B.hidden_size, norm=not HIP)
     case(f"8B, down, {count} rows", product, count, LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size, norm=False)
 case("8B, qkv, 8 bits, zeros", product, 8, 6144, LLAMA_8B.hidden_size, False, 8, True)
-case("8B, qkv, zeros, order", product, 8, 6144, LLAMA_8B.hidden_size, False, 4, True, True)
 """
 
 if backend.triton_installed():
@@ -48,7 +46,6 @@ if backend.triton_installed():
     @triton.jit(do_not_specialize=["count"])
     def _integer_rows_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
-        order_ptr,
         norm_ptr,
         values_ptr,
         scale_ptr,
@@ -67,7 +64,6 @@ if backend.triton_installed():
         BITS: tl.constexpr,
         COLUMNS: tl.constexpr,
         ZERO: tl.constexpr,
-        ORDERED: tl.constexpr,
         NORM: tl.constexpr,
         NORM_WEIGHT: tl.constexpr,
         BIAS: tl.constexpr,
@@ -105,15 +101,12 @@ if backend.triton_installed():
             word = start // places + tl.arange(0, BLOCK_COLS // places)
             words = tl.load(row_ptr + word, mask=live[:, None], other=0)
             scale = tl.load(scale_ptr + group_row + start // COLUMNS, mask=live, other=0.0)
-            place = col
-            if ORDERED:
-                place = tl.load(order_ptr + col)
-            x = tl.load(x_ptr + rows[:, None] * I + place[None, :], mask=(rows < count)[:, None], other=0.0)
+            x = tl.load(x_ptr + rows[:, None] * I + col[None, :], mask=(rows < count)[:, None], other=0.0)
             if NORM:
                 wide = x.to(tl.float32)
                 square += wide * wide
                 if NORM_WEIGHT:
-                    x = (wide * (tl.load(norm_ptr + place).to(tl.float32) + offset)[None, :]).to(x.dtype)
+                    x = (wide * (tl.load(norm_ptr + col).to(tl.float32) + offset)[None, :]).to(x.dtype)
             integers = integers_of(words, BITS)
             if ZERO:
                 zero = tl.load(zero_ptr + group_row + start // COLUMNS, mask=live, other=0)
@@ -178,7 +171,7 @@ def launch_integer_rows(
     out: Tensor,
     tile: Tile | None = None,
 ) -> None:
-    """Write the product of several rows into `out` `[M, O]`."""
+    """Write the product of several rows into `out` `[M, O]`; the input's columns are in the weight's order."""
     size, cols = weight.shape
     count = out.numel() // size
     most = 16 if count <= 16 else MOST_ROWS
@@ -199,7 +192,7 @@ def launch_integer_rows(
             (splits, blocks, 1),
             num_warps,
             (
-                input.contiguous(), weight.values if weight.order is None else weight.order, norm, weight.values,
+                input.contiguous(), norm, weight.values,
                 weight.scale, weight.values if weight.zero is None else weight.zero, input if bias is None else bias,
                 input if residual is None else residual.contiguous(), part, square, arrived, out,
             ),
@@ -207,7 +200,7 @@ def launch_integer_rows(
             (),
             (eps, offset),
             (
-                cols, size, weight.bits, weight.columns, weight.zero is not None, weight.order is not None,
+                cols, size, weight.bits, weight.columns, weight.zero is not None,
                 prologue is not None, has_weight, bias is not None, residual is not None, overlap,
                 wait_for_stores(input) if splits > 1 else "", most, block_rows, block_cols, splits, stages,
             ),

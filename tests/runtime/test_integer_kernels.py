@@ -125,7 +125,7 @@ def test_on_matrix_units(form: str, count: int, dtype: torch.dtype, kind: str, d
 
 @pytest.mark.parametrize("dtype", [torch.float32 if INTERPRETED else torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("count", [2, 16, 29])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "an order"])
 def test_several_rows(form: str, count: int, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
     weight = integers(device, 40, 384, form)
