@@ -7,7 +7,6 @@ configuration says that is not understood is left to transformers' way.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -31,13 +30,8 @@ class _IntegerLoader(Loader):
 
     @classmethod
     def wanted(cls, quantization: dict[str, Any]) -> bool:
-        """Return whether they are asked for, there is a GPU and Triton, and the configuration is understood.
-
-        They are for who asks for them, with `REWRITE_INTEGERS=1`: their kernels were compared on an H200, but the
-        captured loop of `generate()` has not run with them there since its prompts follow what they move.
-        """
-        there = torch.cuda.is_available() and backend.triton_installed()
-        return os.environ.get("REWRITE_INTEGERS") == "1" and there and cls.understands(quantization)
+        """Return whether there is a GPU and Triton, and the configuration is understood."""
+        return torch.cuda.is_available() and backend.triton_installed() and cls.understands(quantization)
 
     @classmethod
     def understands(cls, quantization: dict[str, Any]) -> bool:

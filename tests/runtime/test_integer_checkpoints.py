@@ -182,6 +182,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for loader in (GptqLoader, AwqLoader, CompressedLoader):
+        monkeypatch.setattr(loader, "wanted", loader.understands)
+    monkeypatch.setenv("REWRITE_INTEGERS", "1")
+
+
 def checkpoint(folder: Path, name: str) -> tuple[dict[str, Tensor], LlamaForCausalLM]:
     """A small checkpoint on disk: its tensors, and the model of its dequantised weights."""
     config = LlamaConfig(
@@ -211,8 +217,7 @@ def checkpoint(folder: Path, name: str) -> tuple[dict[str, Tensor], LlamaForCaus
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded without the library that made it, and saved with the same bytes under the same configuration."""
-    for loader in (GptqLoader, AwqLoader, CompressedLoader):
-        monkeypatch.setattr(loader, "wanted", loader.understands)  # as on a GPU
+    as_on_a_gpu(monkeypatch)
     tensors, dense = checkpoint(tmp_path / "published", name)
     model, about = Llama.from_pretrained(tmp_path / "published", output_loading_info=True)
     assert not any(about.values())
@@ -249,11 +254,12 @@ CHANGED = {
 @pytest.mark.parametrize("name", CHANGED)
 def test_what_a_configuration_says_that_is_not_understood(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a checkpoint is for transformers' own way."""
-    for loader in (GptqLoader, AwqLoader, CompressedLoader):
-        monkeypatch.setattr(loader, "wanted", loader.understands)
+    as_on_a_gpu(monkeypatch)
     of, changed = CHANGED[name]
     assert _loader_of(CONFIGURATIONS[of]) is not None
     assert _loader_of(CONFIGURATIONS[of] | changed) is None
+    monkeypatch.delenv("REWRITE_INTEGERS")
+    assert _loader_of(CONFIGURATIONS[of]) is None
 
 
 def test_modules_that_gptq_names() -> None:
