@@ -150,7 +150,9 @@ def _published(
 
 def _loader_of(quantization: Any) -> type[Loader] | None:
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method in _LOADERS and _asks_for_integers():
+    if method in _LOADERS:
+        if not _asks_for_integers():
+            return None
         importlib.import_module(_LOADERS[method], __package__)
     known = (kind for kind in _kinds(Loader) if getattr(kind, "method", None) == method)
     return next((kind for kind in known if kind.wanted(quantization)), None)
