@@ -14,7 +14,11 @@ import pytest
 from hf_rewrite_runtime.decode import eligibility
 
 FOLDER = Path(__file__).parent
-TESTS = [*(path.name for path in sorted(FOLDER.glob("test_*kernels.py"))), "test_rotary_rows.py"]
+TESTS = [
+    *(path.name for path in sorted(FOLDER.glob("test_*kernels.py"))),
+    "test_integer_checkpoints.py",
+    "test_rotary_rows.py",
+]
 WATCHED = "test_cross_attention_kernels.py"
 HALF = ("test_kernels.py", "test_step_kernels.py")
 """Files that run in fp16 too, which takes the interpreter as long again; a GPU runs all of them in every dtype."""
