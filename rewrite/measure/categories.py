@@ -48,7 +48,8 @@ OURS = {
     ),
     ELEMENTWISE: (
         "_rms_norm_kernel _layer_norm_kernel _gated_norm_kernel _gated_activation_kernel _select_experts_kernel "
-        "_fp8_add_rms_norm_kernel _fp8_gated_activation_kernel _fp8_rows_kernel _dequantize_kernel _chain_kernel "
+        "_fp8_add_rms_norm_kernel _fp8_gated_activation_kernel _fp8_rows_kernel _dequantize_kernel "
+        "_dequantize_integers_kernel _chain_kernel "
         "_rms_norm_backward_kernel _layer_norm_backward_kernel _gated_activation_backward_kernel "
         "_experts_gradient_kernel _sum_of_experts_kernel _cross_entropy_kernel"
     ),

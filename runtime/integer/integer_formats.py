@@ -228,7 +228,11 @@ class Compressed(Format):
         words, shape = weight.values, weight.shape
         if weight.order is not None:
             words = packed(_back(unpacked(words, self.bits), weight.order), self.bits)
-        found = {"weight_packed": words, "weight_scale": weight.scale, "weight_shape": torch.tensor(shape)}
+        found = {
+            "weight_packed": words,
+            "weight_scale": weight.scale,
+            "weight_shape": torch.tensor(shape, device=words.device),
+        }
         if self.zeros:
             found["weight_zero_point"] = packed(_filled(weight).t(), self.bits).t().contiguous()
         if self.ordered:

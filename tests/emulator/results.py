@@ -23,6 +23,7 @@ SAMPLE = ROOT / "fixtures/kernels/emulated.json"
 ENOUGH = 100_000
 """Instructions of a test of the sample: half a second."""
 NVIDIA = {
+    "integer_skinny": "NVIDIA's matrix instructions, by the words that a thread has",
     "mxfp4_down": "NVIDIA's matrix instructions that sum up for each thread",
     "mxfp4_gate_up": "NVIDIA's matrix instructions that sum up for each thread",
     "shared_sum": "peer memory of NVIDIA's cards",
