@@ -69,7 +69,7 @@ def test_kernels_are_fit_for_the_chip(arch: str, brief: bool) -> None:
     rows = compiled(arch, not whole)
     assert [str(finding) for finding in findings.judge(rows)] == []
     # signals between cards, and the matrix units that sum up for each thread: NVIDIA's alone
-    nvidia = {"shared_sum", "mxfp4_gate_up", "mxfp4_down"}
+    nvidia = {"shared_sum", "mxfp4_gate_up", "mxfp4_down", "integer_skinny"}
     elsewhere = nvidia if CHIPS[arch].backend == "hip" else set()
     known = set(kernel_run.known_kernels()) - elsewhere
     assert {row.kernel for row in rows} == known, "the catalogue has no case of these kernels"
@@ -82,7 +82,8 @@ def test_kernels_are_fit_for_the_chip(arch: str, brief: bool) -> None:
         "transposed_linear",
     }  # fmt: skip
     of_amd = CHIPS[arch].backend == "hip"
-    assert counting - {"block_rows"} == (shared if of_amd else set())  # whose first launch needs no parts
+    apart = {"block_rows", "integer_rows"}  # whose first launch needs no parts everywhere
+    assert counting - apart == (shared if of_amd else set())
     assert not whole or ("block_rows" in counting) == of_amd
     for row in rows:
         assert row.figures is not None
