@@ -1,7 +1,7 @@
 """Layers whose weights are integers of 4 or 8 bits, whichever way a checkpoint lays them out.
 
-A layer is loaded and saved in its checkpoint's own tensors (`formats`). Once loaded it holds them as kernels read them
-(`integer_weights.Integers`), and nothing else: a state dict is laid out anew, bit for bit.
+A layer is loaded and saved in its checkpoint's own tensors (`integer_formats`). Once loaded it holds them as kernels
+read them (`integer_weights.Integers`), and nothing else: a state dict is laid out anew, bit for bit.
 
     one row            read at the speed of memory; norm, residual, gate inside
     2 to 32 rows       the same words, on the tensor cores
@@ -10,7 +10,7 @@ A layer is loaded and saved in its checkpoint's own tensors (`formats`). Once lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from ..core import backend
 from ..device import row_tiles
 from ..launching.launch import HIP
-from ..linear.block_linear import ScaledLinear
-from ..linear.packing import REASONS as PACKING_REASONS
+from ..linear.block_linear import REASONS as BLOCK_REASONS
+from ..linear.block_linear import ScaledLinear, reason_against_call
 from ..linear.packing import as_one
-from ..linear.prologue import is_trained, prologue_of
+from ..linear.prologue import prologue_of
 from ..norms.norm_form import Prologue
 from ..norms.sum_norm import normed
 from .integer_formats import Format
@@ -33,11 +33,8 @@ from .integer_skinny import run_integer_skinny
 from .integer_weights import Integers, dequantized, reason_against
 
 REASONS = {
-    **PACKING_REASONS,
-    "blocks": "weight and scales do not lie as the kernels read them, or the scales are none that they know",
-    "another_device": "weight, bias or residual lie on another device than the input",
-    "dtype": "bias or residual have a dtype that the kernels do not write",
-    "shape": "input or residual have another shape than the weight's kernels take",
+    **BLOCK_REASONS,
+    "threads_elsewhere": "the compiler laid words out otherwise than the matrix units need them",
 }
 
 _PARTS = ("values", "scale", "zero", "order")
@@ -113,7 +110,7 @@ class IntegerLinear(ScaledLinear):
             return None
         found = _joined(projections)
         if not isinstance(found, str):
-            reason = _reason_against(input, *found, residual, norm)
+            reason = reason_against_call(input, *found, residual, norm) or reason_against(found[0])
             if reason is None:
                 return _by_kernel(input, *found, norm, residual, kind or "")
             found = reason
@@ -180,34 +177,11 @@ def _joined(projections: Sequence[nn.Module]) -> tuple[Integers, Tensor | None] 
 def _same_order(layers: Sequence[Any]) -> bool:
     """Return whether layers take their columns in one order; the device is asked once."""
     orders = tuple(layer._buffers["_order"] for layer in layers)
-    key = tuple(order.data_ptr() for order in orders)
-    known: Mapping[Any, bool] = layers[0].__dict__.setdefault("_orders_alike", {})
-    if key not in known:
-        layers[0]._orders_alike[key] = all(torch.equal(orders[0], order) for order in orders[1:])
-    return known[key]
-
-
-def _reason_against(
-    input: Tensor, weight: Integers, bias: Tensor | None, residual: Tensor | None, norm: nn.Module | None
-) -> str | None:
-    """Return why the kernels do not stand for the modules with these tensors, a key of `REASONS`."""
-    beside = [tensor for tensor in (bias, residual) if tensor is not None]
-    if backend.wants_gradient(input, *beside) or (norm is not None and is_trained(norm)):
-        return "gradient"
-    if backend.autocasts(input.device.type):
-        return "autocast"
-    if any(tensor.device != input.device for tensor in (weight.values, *beside)):
-        return "another_device"
-    if any(tensor.dtype not in row_tiles.KERNEL_DTYPES for tensor in beside):
-        return "dtype"
-    if residual is not None and torch.promote_types(input.dtype, residual.dtype) != residual.dtype:
-        return "dtype"
-    if residual is not None and residual.shape != (*input.shape[:-1], weight.shape[0]):
-        return "shape"
-    several = input.numel() != input.shape[-1]
-    if weight.shape[1] != input.shape[-1] or (several and weight.columns % 32):
-        return "shape"
-    return reason_against(weight) or (None if bias is None or bias.is_contiguous() else "strided")
+    known = layers[0].__dict__.get("_orders_alike")
+    if known is None or any(one is not other for one, other in zip(known[0], orders, strict=True)):
+        known = orders, all(torch.equal(orders[0], order) for order in orders[1:])
+        layers[0].__dict__["_orders_alike"] = known
+    return bool(known[1])
 
 
 def _by_kernel(

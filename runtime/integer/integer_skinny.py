@@ -289,7 +289,7 @@ def run_integer_skinny(
     """Write the product, or with `kind` the gated one, into `out` `[N, O]` where these kernels compute it.
 
     The host looks at what a variant's first launch outside a capture wrote: threads that are not where they should be
-    write no numbers, and then the other kernels are asked.
+    write no numbers, and then the other kernels are asked, from there on. So they are for what a capture meets first.
 
     Returns:
         Whether `out` was written.
@@ -300,10 +300,16 @@ def run_integer_skinny(
     if form is None or _agrees.get(variant) is False:
         return False
     captured = input.is_cuda and torch.cuda.is_current_stream_capturing()
+    if captured and variant not in _agrees:
+        return False
     launch_integer_skinny(input, weight, bias, prologue, residual, out, kind, form)
-    if variant not in _agrees and not captured and not collects():
+    if variant not in _agrees and not collects():
         if bool(out.isnan().any()):
-            return bool(input.isnan().any())
+            given = [tensor for tensor in (input, residual, bias, weight.scale) if tensor is not None]
+            if all(bool(tensor.isfinite().all()) for tensor in given):
+                _agrees[variant] = False
+                backend.count_fallback("integer_linear", "threads_elsewhere")
+            return False
         _agrees[variant] = True
     return True
 

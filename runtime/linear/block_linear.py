@@ -334,6 +334,13 @@ def _reason_against(
     The weight is looked at for each call: what a layer was adopted with may have been replaced since.
     """
     weight, bias = parameters
+    return reason_against_call(input, weight, bias, residual, norm) or reason_against(weight)
+
+
+def reason_against_call(
+    input: Tensor, weight: Any, bias: Tensor | None, residual: Tensor | None, norm: nn.Module | None
+) -> str | None:
+    """Return why kernels of a weight with `values`, `shape` and `columns` do not take a call, a key of `REASONS`."""
     beside = [tensor for tensor in (bias, residual) if tensor is not None]
     if backend.wants_gradient(input, *beside) or (norm is not None and is_trained(norm)):
         return "gradient"
@@ -349,7 +356,7 @@ def _reason_against(
         return "shape"
     if weight.shape[1] != input.shape[-1] or (weight.columns % 32 and input.numel() != input.shape[-1]):
         return "shape"
-    return reason_against(weight) or (None if bias is None or bias.is_contiguous() else "strided")
+    return None if bias is None or bias.is_contiguous() else "strided"
 
 
 def _by_kernel(

@@ -8,6 +8,7 @@ from block_weights import Norm
 from conftest import INTERPRETED
 from torch import Tensor
 
+from hf_rewrite_runtime.integer import integer_skinny
 from hf_rewrite_runtime.integer.integer_linear import launch_integer_row
 from hf_rewrite_runtime.integer.integer_rows import launch_integer_rows
 from hf_rewrite_runtime.integer.integer_skinny import Form, form_for, launch_integer_skinny
@@ -138,3 +139,24 @@ def test_several_rows(form: str, count: int, dtype: torch.dtype, device: torch.d
             continue  # the norm of an fp16 is the module's
         launch_integer_rows(x, weight, bias, prologue, residual, out, tile)
         close(out, product(x, weight, bias, norm, residual), dtype)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_threads_that_are_elsewhere_are_asked_once(
+    finite: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variant that writes no numbers is left to other kernels; an input without numbers says nothing of it."""
+    launched = []
+
+    def elsewhere(*given: object) -> None:
+        launched.append(given)
+        given[5].fill_(torch.nan)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(integer_skinny, "launch_integer_skinny", elsewhere)
+    monkeypatch.setattr(integer_skinny, "_agrees", {})
+    weight = integers(device, 32, 256, "4 bits")
+    x = torch.ones(4, 256, dtype=torch.float16, device=device) * (1.0 if finite else torch.nan)
+    for _ in range(2):
+        assert not integer_skinny.run_integer_skinny(x, weight, None, None, None, x.new_empty(4, 32))
+    assert len(launched) == (1 if finite else 2)
+    assert list(integer_skinny._agrees.values()) == ([False] if finite else [])
